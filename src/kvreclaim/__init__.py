@@ -68,7 +68,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import what needs torch when it is asked for, so that the integer rooms load without it."""
+    """Import modules that need torch on first access, so that the integer rooms load without it."""
     if name not in _HOMES:
         raise AttributeError(f"module 'kvreclaim' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

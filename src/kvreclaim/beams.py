@@ -51,7 +51,7 @@ class BeamSearchParams:
 
     @property
     def sampling(self) -> SamplingParams:
-        """The same limits as SamplingParams, for the rest of the engine."""
+        """Return the limits as SamplingParams, for the rest of the engine."""
         return SamplingParams(
             n=self.num_return_sequences, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos
         )

@@ -53,17 +53,17 @@ def format_names(names: Sequence[object]) -> tuple[str, ...]:
 def _as_json(overrides: object) -> str | None:
     """Canonical JSON of hf_overrides, given as JSON or a dict; None if they replace nothing."""
     try:
-        said = parse_json(overrides) if isinstance(overrides, str) else overrides
-        text = json.dumps(said, sort_keys=True)
+        values = parse_json(overrides) if isinstance(overrides, str) else overrides
+        text = json.dumps(values, sort_keys=True)
     except (ValueError, TypeError) as error:
-        said, text = error, ""
+        values, text = error, ""
     require(
-        said is None or isinstance(said, dict),
+        values is None or isinstance(values, dict),
         f"hf_overrides is {overrides!r}; pass fields of config.json as a dict, or as JSON of one, such as "
         "'{\"max_position_embeddings\": 32768}'.",
         "hf_overrides",
     )
-    return text if said else None
+    return text if values else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ def code() -> Texts:
 
 def split(parts: Iterable[str]) -> Texts:
     """Whole parts, in their order: the calibration text gets those that begin within the first two thirds of
-    the characters, the evaluation the others. A paragraph that is said again is left out, and one that is in
+    the characters, the evaluation the others. A repeated paragraph is left out, and one that is in
     both is the evaluation's."""
     parts = list(parts)
     limit, begun = CALIBRATION_SHARE * sum(map(len, parts)), 0
@@ -44,16 +44,16 @@ def split(parts: Iterable[str]) -> Texts:
     for part in parts:
         sides[begun >= limit].append(part)
         begun += len(part)
-    said: set[str] = set()
-    evaluation = _PARAGRAPH.join(_new_paragraphs(sides[1], said))
-    return Texts(_PARAGRAPH.join(_new_paragraphs(sides[0], said)), evaluation)
+    seen: set[str] = set()
+    evaluation = _PARAGRAPH.join(_new_paragraphs(sides[1], seen))
+    return Texts(_PARAGRAPH.join(_new_paragraphs(sides[0], seen)), evaluation)
 
 
-def _new_paragraphs(parts: Iterable[str], said: set[str]) -> Iterator[str]:
-    """Yield the paragraphs whose words are not in `said`, which grows by them."""
+def _new_paragraphs(parts: Iterable[str], seen: set[str]) -> Iterator[str]:
+    """Yield the paragraphs with words that are not in `seen`, and add them to it."""
     for part in parts:
         for paragraph in part.split(_PARAGRAPH):
             words = " ".join(paragraph.split())
-            if words and words not in said:
-                said.add(words)
+            if words and words not in seen:
+                seen.add(words)
                 yield paragraph.strip("\n")

@@ -39,8 +39,8 @@ def find(
         return None
     cls, place = found
     if not (isinstance(cls, type) and issubclass(cls, base) and (is_dataclass(cls) or not is_data)):
-        wanted = "is no dataclass derived" if is_data else "does not derive"
-        raise InvalidArgumentError(f"{noun} {name!r} is {place!r}, which {wanted} from {base.__name__}.")
+        problem = "is no dataclass derived" if is_data else "does not derive"
+        raise InvalidArgumentError(f"{noun} {name!r} is {place!r}, which {problem} from {base.__name__}.")
     return cast(type[T], cls)
 
 

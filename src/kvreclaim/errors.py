@@ -1,4 +1,4 @@
-"""Errors for callers. Each message says what is wrong, what was got, what is allowed and what to do."""
+"""Errors for callers. Each message states the problem, the given value, the allowed ones and a remedy."""
 
 
 def printable(text: str) -> str:
@@ -10,7 +10,7 @@ def printable(text: str) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """An exception of foreign code in one line: its type, and what it says."""
+    """Return an exception of foreign code in one line: its type and its message."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text if len(text) <= 300 else f'{text[:300]}...'}"
 

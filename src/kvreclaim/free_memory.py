@@ -45,8 +45,8 @@ def _left_of_group(group: Path, limit: str, usage: str) -> Iterator[int]:
         most = (group / limit).read_text(encoding="ascii").strip()
         if most == "max" or int(most) > UNLIMITED:
             return
-        said = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-        idle = int(said.get("total_inactive_file", said.get("inactive_file", 0)))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+        idle = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
         yield int(most) - int((group / usage).read_text(encoding="ascii")) + idle
     except OSError:  # the root of a mount has no such files
         return

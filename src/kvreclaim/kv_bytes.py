@@ -18,7 +18,7 @@ GROUP = 32
 
 
 class LayerDims(Protocol):
-    """Sizes of a layer's keys and values. key_dims: of a key that is stored beside the value; of a latent
+    """Sizes of a layer's keys and values. key_dims: stored dims of a key, apart from the value; of a latent
     cache (MLA) the rotary part, num_kv_heads 1 and v_head_dim the latent's."""
 
     @property
@@ -91,8 +91,8 @@ class KVBytes:
         return self.keys.is_rotated or self.values.is_rotated
 
     def slot_params(self, k_dim: int, v_dim: int) -> int:
-        """Bytes of parameters beside one slot's key and value; 0 where there are none. Scales of 12 bits
-        share the last byte."""
+        """Bytes of parameters per slot, in addition to key and value; 0 where there are none. Scales of 12
+        bits share the last byte."""
         if self.is_plain:
             return 0
         is_shared = not (self.keys.has_groups and self.values.has_groups)
@@ -103,7 +103,7 @@ class KVBytes:
         return block_size * (codes + self.slot_params(k_dim, v_dim))
 
     def dtype_name(self, own: KVBytes) -> str:
-        """Its name as a KV cache dtype of a model in the format `own`, which is "auto"."""
+        """Return the format's name as a KV cache dtype of a model in the format `own`, which is "auto"."""
         return "auto" if self.name == own.name else self.name
 
     def bytes_per_block(self, layers: Iterable[LayerDims], block_size: int) -> int:
@@ -114,7 +114,7 @@ class KVBytes:
         )
 
     def density(self, own: KVBytes, layers: Iterable[LayerDims]) -> Fraction:
-        """How many tokens take the bytes of one token in the model's own format, parameters included."""
+        """Tokens that take the bytes of one token in the model's own format, parameters included."""
         dims = tuple(layers)
         return Fraction(own.bytes_per_block(dims, 1), self.bytes_per_block(dims, 1))
 

@@ -20,7 +20,7 @@ STATS_FILE = "kvreclaim_stats.safetensors"
 
 
 def statistics_beside(model: str | os.PathLike[str]) -> Path:
-    """Default path of a model's statistics: in its directory, or beside its GGUF file."""
+    """Return the default path of a model's statistics: in its directory, or next to its GGUF file."""
     path = Path(model)
     return path.with_suffix(f".{STATS_FILE}") if path.suffix.lower() == ".gguf" else path / STATS_FILE
 
@@ -117,12 +117,12 @@ def shipped_statistics(name: str) -> Path:
 
 def lacks(directory: Path) -> str | None:
     """Why a directory is no complete fetched model, as words after "it"; None if it is one."""
-    said = source_of(directory)
-    if said is None:
+    contents = source_of(directory)
+    if contents is None:
         return "was not written by `kvreclaim fetch`"
-    if said.get("layout") != LAYOUT:
+    if contents.get("layout") != LAYOUT:
         return "was written by another version of kvreclaim"
-    for name, num_bytes in said["files"].items():
+    for name, num_bytes in contents["files"].items():
         file = directory / name
         if not file.is_file() or file.stat().st_size != num_bytes:
             return f"lacks {name}, or a part of it"
@@ -132,10 +132,10 @@ def lacks(directory: Path) -> str | None:
 def source_of(directory: Path) -> dict[str, Any] | None:
     """The source file of a fetched model: layout, source and files; None if there is none."""
     try:
-        said = json.loads((directory / SOURCE_FILE).read_text(encoding="utf-8"))
+        contents = json.loads((directory / SOURCE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    return said if isinstance(said, dict) and isinstance(said.get("files"), dict) else None
+    return contents if isinstance(contents, dict) and isinstance(contents.get("files"), dict) else None
 
 
 def write_source(directory: Path, source: str) -> None:
@@ -143,8 +143,8 @@ def write_source(directory: Path, source: str) -> None:
     files = {
         str(p.relative_to(directory)): p.stat().st_size for p in sorted(directory.rglob("*")) if p.is_file()
     }
-    said = {"layout": LAYOUT, "source": source, "files": files}
-    (directory / SOURCE_FILE).write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    contents = {"layout": LAYOUT, "source": source, "files": files}
+    (directory / SOURCE_FILE).write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
 
 
 def num_bytes_of(directory: Path) -> int:

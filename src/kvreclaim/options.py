@@ -1,4 +1,4 @@
-"""A setting is said once, in its dataclass field: default, bounds and help.
+"""Settings as dataclass fields, with default, bounds and help.
 
 Checks, the command line and the bodies of requests read it there.
 """
@@ -36,7 +36,7 @@ class Option:
     panel:     of the help text; where empty, that of the config
     env:       a variable that may hold the value
     typed_as:  what a command line reads, where it is not the field's own type
-    also:      texts that are values, too, beside those of the type
+    also:      additional texts that are values
     """
 
     help: str = ""
@@ -105,7 +105,7 @@ def settings_of(config: type) -> Mapping[str, Setting]:
 def check_options(config: object, label: str = "{}") -> None:
     """Every option of a dataclass's object. Raises: InvalidArgumentError for the first that is wrong.
 
-    label: what the error calls it, with the name in place of {}
+    label: name in errors, with the field's name for {}
     """
     own: Any = type(config)
     for setting in settings_of(own).values():

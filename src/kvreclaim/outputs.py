@@ -1,4 +1,4 @@
-"""Files that a command writes: refused before it runs where they cannot be written, and told in one sentence
+"""Files that a command writes: refused before it runs if they cannot be written, and reported in one sentence
 where that fails at the end."""
 
 from __future__ import annotations

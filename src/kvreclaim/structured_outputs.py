@@ -1,4 +1,4 @@
-"""What an output must look like: vLLM's StructuredOutputsParams."""
+"""Constraints on an output: vLLM's StructuredOutputsParams."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class StructuredOutputsParams:
 
 
 def _value(schema: str | dict[str, Any] | None) -> Any:
-    """The schema as a value; None where it is no JSON, which whoever makes its grammar says."""
+    """Return the schema as a value; None if it is no JSON, which the grammar's compiler reports."""
     if not isinstance(schema, str):
         return schema
     try:

@@ -46,7 +46,7 @@ def lock(fd: int) -> None:
 
 
 def left_over(parent: Path) -> list[Path]:
-    """Return the files and directories in `parent` whose processes were killed, by name."""
+    """Return the files and directories that killed processes left in `parent`, by name."""
     found = []
     for path in sorted(parent.glob(f"{PREFIX}*")):
         with _claimed(path, ABANDONED_S) as is_ours:
@@ -67,7 +67,7 @@ def remove_left_over(parent: Path) -> None:
 
 @contextmanager
 def _claimed(path: Path, least_age_s: float = 0.0) -> Iterator[bool]:
-    """Hold the lock of a path; False if another process holds it, or the path is gone.
+    """Hold the lock of a path; False if another process holds it, or the path no longer exists.
 
     least_age_s: on file systems without locks, the path counts as free after so long
     """

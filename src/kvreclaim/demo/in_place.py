@@ -1,4 +1,4 @@
-"""How many blocks eviction alone would have given back, had no survivor moved."""
+"""Blocks that eviction alone would have freed, without moving tokens."""
 
 from __future__ import annotations
 

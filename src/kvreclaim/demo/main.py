@@ -71,7 +71,7 @@ def add_real(report: DemoReport, model: Path, plan: RealPlan, console: Console) 
 
 
 def present(report: DemoReport, console: Console, out: Path, json_file: Path | None) -> None:
-    """Print tables and charts; write the PNGs and, if asked for, the JSON."""
+    """Print tables and charts; write the PNGs and, with a path, the JSON."""
     show_report(console, report)
     out.mkdir(parents=True, exist_ok=True)
     pictures = [out / "blocks_over_time.png"]

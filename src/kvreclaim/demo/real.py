@@ -29,7 +29,7 @@ _AROUND = 100
 class RealPlan:
     """Sizes of this part of the demo; the defaults take about two minutes on two cores.
 
-    others:          policies beside the full cache and auto, which talks and carries the load
+    others:          policies in addition to the full cache and auto; auto runs the conversation and the load
     num_tokens:      of a document with its questions, and with its continuation
     num_talks:       texts that are talked about, each with a code in it
     num_load_tokens: of a text under load
@@ -126,7 +126,7 @@ class Conversations:
         self.num_blocks = int(whole * plan.pool_share)
 
     def ask(self) -> list[CodeQuestion]:
-        """The code of each text, asked of the full cache and of ours: the answers as they come."""
+        """Request the code of each text from the full cache and from ours; print answers as they arrive."""
         asked = []
         for number in range(self.plan.num_talks):
             text, (name, code) = self._text(number, self.plan.num_talk_tokens)

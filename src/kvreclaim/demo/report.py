@@ -68,7 +68,7 @@ class LoadRun(PoolRun):
 
 
 class CodeQuestion(BaseModel):
-    """A code of a text, asked in a conversation. answers: by policy and budget, as they came."""
+    """A question on a text's code in a conversation. answers: by policy and budget, in order of arrival."""
 
     question: str
     code: str

@@ -149,7 +149,7 @@ def generate_batch(
     config: CompressionConfig | None,
 ) -> tuple[list[RequestOutput], list[StepStats], dict[str, Any]]:
     """One batch of generations in a pool that starts empty and without cached prefixes. Returns: outputs,
-    what each step did, and the fields of PoolRun that the batch tells."""
+    what each step did, and the fields of PoolRun that follow from the batch."""
     memory = llm.engine.memory
     memory.reset_prefix_cache()
     memory.pool.reset_peak()

@@ -27,8 +27,8 @@ ATTENTION_NAME = "kvreclaim_paged"
 class AttentionCall:
     """The inputs of one attention layer: q [T, H, Dk], k [T, K, Dk], v [T, K, Dv], already rotated.
 
-    softmax: as the model asks for it now, its sinks in their own dtype
-    latent:  there is one KV head, whose keys begin with its values (multi-head latent attention)
+    softmax: the softmax of this call, with sinks in their own dtype
+    latent:  there is one KV head, and its keys begin with its values (multi-head latent attention)
     hidden:  [T, M] what the layer was given, where it hands that out (model/inputs.py)
     is_stored: keys and values are in the cache, where the batch's `destination` points
     """
@@ -50,7 +50,7 @@ class AttentionCall:
     def served_by(self, layer: LayerCache) -> LayerCache:
         """The layer's place in the cache, itself.
 
-        Raises: UnsupportedModelError if it asks for another softmax than it did when it was probed.
+        Raises: UnsupportedModelError if the softmax differs from the probed one.
         """
         now, then = self.softmax, layer.softmax
         if (now.scale, now.softcap, now.window, now.chunk, now.sinks is None) != (
@@ -87,7 +87,7 @@ class LatentCall:
         return self.call.q[rows]
 
     def absorbed(self, rows: Tensor | slice = slice(None)) -> AttentionCall:
-        """The same over latents, with the queries of these rows: attention of one KV head."""
+        """Return the call over latents, with the queries of these rows: attention of one KV head."""
         return replace(self.call, q=self.weights.absorb(self.call.q[rows]), latent=True)
 
     def finish(self, attended: Tensor) -> Tensor:
@@ -115,8 +115,8 @@ class KVBatch(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Narrowed:
-    """A KVBatch for a model whose hidden states are wider than its queries. Keys and values are rounded once,
-    when the cache stores them."""
+    """A KVBatch for a model with hidden states of a wider dtype than its queries. Keys and values are rounded
+    once, when the cache stores them."""
 
     batch: KVBatch
     dtype: torch.dtype
@@ -179,6 +179,6 @@ def _chunk(module: nn.Module) -> int | None:
 def register_attention() -> None:
     """Make ATTENTION_NAME known to transformers; calling it again changes nothing.
 
-    No function for masks is registered beside it: transformers builds none then; they follow from the batch.
+    No mask function is registered, so transformers builds no masks; they follow from the batch.
     """
     AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)

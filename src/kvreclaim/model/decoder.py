@@ -61,7 +61,7 @@ class NativeLayer:
         return out[None]
 
     def attended(self, batch: Any, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """What attention makes of x [T, M], before its output projection: [T, H, Dv]."""
+        """Compute attention of x [T, M], before the output projection: [T, H, Dv]."""
         heads = self.parts.form.heads
         rows = self.parts.before(x, *angles)
         each = rows.view(rows.shape[0], -1, heads.dim)
@@ -78,7 +78,7 @@ class NativeLayer:
         return found
 
     def handed_out(self, x: Tensor) -> Tensor | None:
-        """What attention is given of the layer's input, if that is handed out."""
+        """Return the layer's input for attention, if it is handed out."""
         norm = self.parts.form.before[0]
         if not self.attention._forward_pre_hooks:
             return None
@@ -177,7 +177,7 @@ def best_of(natives: Sequence[NativeLayer], seen: LayerTrial) -> NativeLayer | N
 
 
 def _form(seen: LayerTrial, ops: ModuleType) -> LayerForm | None:
-    """What the layer computes around its products, except for its rotation, if the kernels take it."""
+    """Return the layer's parts around its products, without the rotation, if the kernels support them."""
     call, found = seen.call, seen.modules
     (_, count, dim), kv_count = call.q.shape, call.k.shape[1]
     numbers = sum(each.out_features for each in found.qkv)
@@ -203,7 +203,7 @@ def _form(seen: LayerTrial, ops: ModuleType) -> LayerForm | None:
 
 def gate_of(seen: LayerTrial, ops: ModuleType) -> Gate | None:
     """The gate of the MLP, if the kernels have it. GELU by its tanh formula and by the error function are
-    nearer to each other than agree() tells apart."""
+    closer to each other than the tolerance of agree()."""
     if seen.gates is None:
         return None
     gate_up, gated = seen.gates

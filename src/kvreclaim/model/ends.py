@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 def gguf_ends(fields: Mapping[str, Any], tokenizer: Tokenizer | None, config: Any) -> frozenset[int]:
     """End tokens of a GGUF file with these fields."""
-    said = [fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    return _ends(config, tokenizer, *said, _well_known(tokenizer))
+    declared = [fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    return _ends(config, tokenizer, *declared, _well_known(tokenizer))
 
 
 def directory_ends(name: str, tokenizer: Tokenizer | None, config: Any) -> frozenset[int]:
@@ -38,23 +38,23 @@ def directory_ends(name: str, tokenizer: Tokenizer | None, config: Any) -> froze
     return _ends(config, tokenizer, _generation_ends(name))
 
 
-def _ends(config: Any, tokenizer: Tokenizer | None, *said: Ids) -> frozenset[int]:
+def _ends(config: Any, tokenizer: Tokenizer | None, *declared: Ids) -> frozenset[int]:
     """The given end tokens, and those of tokenizer, chat template and config.
 
-    A config's value that its class filled in counts only where nothing else is said: the 2 of LlamaConfig is
+    A config's default from its class counts only if there is no other value: the 2 of LlamaConfig is
     "#" in Llama 3.
     """
     if tokenizer is not None:
-        said = (*said, tokenizer.eos_token_id, _template_end(tokenizer))
+        declared = (*declared, tokenizer.eos_token_id, _template_end(tokenizer))
     parts = [config, config.get_text_config()]
     ids = [(getattr(part, "eos_token_id", None), getattr(type(part), "eos_token_id", None)) for part in parts]
-    found = _all(*said, *(own for own, filled in ids if own != filled)) or _all(*(own for own, _ in ids))
+    found = _all(*declared, *(own for own, filled in ids if own != filled)) or _all(*(own for own, _ in ids))
     num_tokens = config.get_text_config().vocab_size
     return frozenset(i for i in found if 0 <= i < num_tokens)  # no other can be drawn, or forbidden
 
 
-def _all(*said: Ids) -> set[int]:
-    return {i for ids in said for i in ([ids] if isinstance(ids, int) else ids or ())}
+def _all(*declared: Ids) -> set[int]:
+    return {i for ids in declared for i in ([ids] if isinstance(ids, int) else ids or ())}
 
 
 def _template_end(tokenizer: Tokenizer) -> int | None:
@@ -64,7 +64,7 @@ def _template_end(tokenizer: Tokenizer) -> int | None:
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}]
     try:
         text = str(tokenizer.apply_chat_template(turns, tokenize=False))
-    except Exception as error:  # templates are foreign code, and may want other messages than these
+    except Exception as error:  # templates are foreign code, and may need other messages than these
         logger.warning(
             "no end of a turn is read from the chat template, which takes no plain answer: %s", error
         )
@@ -82,7 +82,7 @@ def _special_tokens(tokenizer: Tokenizer | None) -> dict[str, int]:
 
 
 def _well_known(tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Special tokens whose text says that they end an answer."""
+    """Return special tokens with a text that marks the end of an answer."""
     texts = _special_tokens(tokenizer)
     known = WELL_KNOWN - {"<|end|>"} if "<|return|>" in texts else WELL_KNOWN  # there messages end with it
     return frozenset(texts[text] for text in known & texts.keys())

@@ -22,7 +22,7 @@ def use_fast_layers(model: PreTrainedModel, ops: ModuleType = native_layers) -> 
     after it. If one layer is not proved, none is replaced.
 
     ops: ops.native.decoder or ops.triton.decoder
-    Returns: one line that says what runs.
+    Returns: one line that describes the native parts.
     """
     problem = ops.unavailable_reason()
     if problem is not None:

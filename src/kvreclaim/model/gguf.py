@@ -76,7 +76,7 @@ def convert_gguf(file: Path, directory: Path, say: Callable[[str], object]) -> N
 
 @contextmanager
 def _reading(name: str) -> Iterator[None]:
-    """Raises: FetchError for whatever is raised by foreign code that parses foreign files."""
+    """Turn any error of foreign code that parses foreign files into a FetchError."""
     try:
         yield
     except Exception as error:
@@ -188,13 +188,13 @@ class GgufWeights:
             tensor_key_mapping=self._names,
             parsed_parameters={"tensors": held},
         )
-        if made.name is not None:  # else it is there already: experts, whose parts are put together
+        if made.name is not None:  # else it is there already: experts are merged from parts
             held[name] = torch.from_numpy(np.ascontiguousarray(made.weights))
         self._index.forget(source)
 
 
 def _dequantized(index: GgufIndex, source: GgufTensor) -> np.ndarray:
-    """In fp32. A piece at a time, since gguf holds what it is given twice."""
+    """Yield pieces in fp32; gguf holds its input twice."""
     from gguf import GGMLQuantizationType, dequantize
 
     rows = index.rows(source).reshape(max(1, prod(source.shape[:-1])), -1)

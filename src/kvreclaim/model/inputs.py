@@ -1,4 +1,4 @@
-"""Inputs of attention layers besides queries, keys and values."""
+"""Inputs of attention layers other than queries, keys and values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def hand_out_inputs(model: nn.Module) -> list[RemovableHandle]:
 
 @contextmanager
 def inputs_handed_out(model: nn.Module) -> Iterator[None]:
-    """The same for a while."""
+    """Hand inputs out within a context."""
     handles = hand_out_inputs(model)
     try:
         yield

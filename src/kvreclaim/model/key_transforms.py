@@ -121,7 +121,7 @@ def _of_weights(own: KeyWeights, layer: LayerFacts) -> KeyStats | None:
 
 
 def _of_norm(norm: Any, heads: int, dim: int) -> Tensor | None:
-    """What an RMS norm, over a head or over all of them, makes of a vector of ones: [heads, D]."""
+    """Apply an RMS norm, over one head or all of them, to a vector of ones: [heads, D]."""
     weight: Tensor = norm.weight
     if weight.numel() not in (dim, heads * dim):
         return None

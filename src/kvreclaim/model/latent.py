@@ -30,7 +30,7 @@ def use_latent_cache(model: nn.Module) -> str:
     plain linear layer without bias, and its own expand_kv, tried on random latents, gives what that weight
     says. Only the instances change. Calling it again changes nothing.
 
-    Returns: one line that says what is cached; "" for a model without latents.
+    Returns: one line that describes the cache; "" for a model without latents.
     """
     modules = [module for module in model.modules() if _has_latents(module)]
     if not modules:
@@ -63,7 +63,7 @@ def up_projection(module: Any) -> UpProjection:
 
 
 def _latents(latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-    """In place of expand_kv: [1, 1, T, R], [1, 1, T, dr] -> the key [c; k_pe] of the only KV head, and c."""
+    """Replace expand_kv: [1, 1, T, R], [1, 1, T, dr] -> the key [c; k_pe] of the only KV head, and c."""
     return torch.cat([latents, rotary], dim=-1), latents
 
 

@@ -1,7 +1,7 @@
 """Decoder layers with multi-head latent attention on Triton's kernels.
 
 Queries stay as the projection made them until it is known how they attend: absorption and rotation are one
-kernel. Latents go from the projection into the cache in one kernel, where the batch says where.
+kernel. Latents go from the projection into the cache in one kernel, if the batch provides slots.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def proved_latent(module: Any, seen: LayerTrial, ops: ModuleType) -> NativeLayer
 
 
 def _form(attention: Any, seen: LayerTrial, ops: ModuleType) -> LayerForm | None:
-    """What the layer computes around its products, except for its rotation, if the kernels take it."""
+    """Return the layer's parts around its products, without the rotation, if the kernels support them."""
     call, found = seen.call, seen.modules
     rank, rotary, nope = attention.kv_lora_rank, attention.qk_rope_head_dim, attention.qk_nope_head_dim
     count = call.q.shape[1]

@@ -1,4 +1,4 @@
-"""What decoder layers consist of, observed while transformers' own code runs trial tokens.
+"""Structure of decoder layers, observed while transformers' own code runs trial tokens.
 
 A module's place follows from its tensors: a norm before attention makes what attention is given, a norm after
 it is given what attention makes. Names do not decide: families give the same name to different places.

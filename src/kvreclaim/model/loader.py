@@ -63,7 +63,7 @@ class LoadedModel:
     """A model in eval mode with the paged attention function, and what the engine must know of it.
 
     tokenizer is None where the directory holds none: prompts are then token ids only.
-    modules says which layers run on native kernels, and of what a model with latents keeps a cache.
+    modules describes the layers on native kernels, and the cache of a model with latents.
     recurrent: the recurrent layers of a hybrid model, which take their states from the engine; None: none
     mapped_bytes: weights in pages of a file, which the system counts as free memory
     """
@@ -105,7 +105,7 @@ def load_model(
     Weights of 2 to 8 bits (AWQ, GPTQ, compressed-tensors, bitsandbytes, GGUF) stay packed.
 
     Args:
-        dtype:  "auto" (as stored; fp32 hidden states beside bf16 attention on a CPU if all matrices are
+        dtype:  "auto" (as stored; fp32 hidden states with bf16 attention on a CPU if all matrices are
             packed), "float32", "bfloat16" or "float16"
         device: "auto" (cuda where there is one, else cpu) or any torch device
         kernels: "auto" or "native" run layers on the native kernels of a CPU; "auto" or "triton" run decoder
@@ -192,7 +192,7 @@ def _copied(gguf: GgufSource) -> tuple[CopiedSource, Tokenizer]:
 
 
 def _packed_source(name: str, config: Any) -> WeightSource | None:
-    """Source of a checkpoint whose weights stay packed; None for one that transformers reads."""
+    """Return the source of a checkpoint with packed weights; None for one that transformers reads."""
     settings = getattr(config, "quantization_config", None)
     if settings is None or settings.get("quant_method") in TRANSFORMERS_METHODS:
         return None
@@ -335,7 +335,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
         return None
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **hub_options(name))
-    except Exception as error:  # transformers parses foreign files and raises whatever comes of it
+    except Exception as error:  # transformers parses foreign files and raises any type
         raise InvalidArgumentError(
             f"the tokenizer of model {name!r} cannot be read ({type(error).__name__}: {_first_line(error)}); "
             "repair its tokenizer files, or remove them to pass prompts as token ids."

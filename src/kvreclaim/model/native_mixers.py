@@ -4,7 +4,7 @@ convolution and its scan.
 
 A layer is taken by the names of its parts (gated delta rule: Qwen3-Next's and Qwen3.5's; Mamba-2: what Bamba,
 Falcon-H1, Granite 4, Nemotron-H and Zamba 2 share; Jamba's Mamba-1; the short convolution of LFM2), and
-proved by running it on trial states beside its own code.
+proved by running it on trial states against its own code.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class NativeMixer:
 def use_native_mixers(layers: RecurrentLayers) -> str:
     """Give every recurrent layer that computes what a NativeMixer computes that for the engine's steps.
 
-    Returns: one line that says what runs.
+    Returns: one line that describes the native mixers.
     """
     problem = missing_steps()
     if problem is None:
@@ -155,7 +155,7 @@ def _convolution(conv: nn.Conv1d, places: list[tuple[int, int]]) -> Convolution:
 
 def _delta_step(module: Any) -> DeltaStep:
     """A row holds all q, all k, all v, all z, all b, all a; or q, k, v and z of one key head after the other,
-    then b and a alike."""
+    then b and a in the same way."""
     heads, groups = module.num_v_heads, module.num_k_heads
     k_dim, v_dim, share = module.head_k_dim, module.head_v_dim, module.num_v_heads // module.num_k_heads
     width = 2 * groups * k_dim + heads * v_dim

@@ -37,7 +37,7 @@ class NativeMlp:
 def use_fast_mlps(model: nn.Module, ops: ModuleType = native_layers) -> str:
     """Give every MLP that computes what a NativeMlp computes that as its forward, but those of native layers.
 
-    Returns: one line that says what runs, empty where none is.
+    Returns: one line that describes the native MLPs, empty without any.
     """
     if ops.unavailable_reason() is not None:
         return ""

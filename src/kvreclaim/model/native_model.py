@@ -24,7 +24,7 @@ PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
 def use_native_model(model: PreTrainedModel, ops: ModuleType = native_layers) -> str:
     """Give the module that holds the decoder layers a NativeModel as its forward where it computes the same.
 
-    Behind use_fast_layers. Returns: one line that says what runs; empty where transformers' forward does.
+    Call after use_fast_layers. Returns: one line that describes it; empty if transformers' forward runs.
     """
     for module in model.modules():
         if _looks_known(module) and (native := _proved(module, model)) is not None:

@@ -19,7 +19,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-
 
 
 class NativeLinear(nn.Linear):
-    """nn.Linear whose product is ops.native.linear; weights, names, hooks and state_dict stay nn.Linear's."""
+    """nn.Linear that multiplies with ops.native.linear; weights, hooks and state_dict are nn.Linear's."""
 
     def forward(self, input: Tensor) -> Tensor:
         parameters = self._parameters  # attribute access would search three dicts

@@ -21,9 +21,9 @@ def overridden(config: Any, changes: Mapping[str, Any], name: str) -> Any:
     """
     if not changes:
         return config
-    said = _merged(config.to_dict(), changes, name)
+    fields = _merged(config.to_dict(), changes, name)
     try:
-        return type(config).from_dict(said)
+        return type(config).from_dict(fields)
     except Exception as error:  # every family checks its fields in its own way
         reason = str(error).strip().split("\n", 1)[0]
         raise InvalidArgumentError(
@@ -32,8 +32,8 @@ def overridden(config: Any, changes: Mapping[str, Any], name: str) -> Any:
         ) from error
 
 
-def _merged(said: Mapping[str, Any], changes: Mapping[str, Any], name: str) -> dict[str, Any]:
-    made = dict(copy.deepcopy(said))
+def _merged(fields: Mapping[str, Any], changes: Mapping[str, Any], name: str) -> dict[str, Any]:
+    made = dict(copy.deepcopy(fields))
     rotation = made.get("rope_parameters")
     for key, value in changes.items():
         if isinstance(rotation, dict) and key in ROTATION:

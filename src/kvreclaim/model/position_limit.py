@@ -19,7 +19,7 @@ ORIGINAL = "original_max_position_embeddings"
 
 
 def position_limit(config: Mapping[str, Any], known: int) -> int:
-    """Return the longest sequence whose rotation is the one that the config describes.
+    """Return the longest sequence with the rotation that the config describes.
 
     Args:
         config: of the language model, with rope_parameters or, as in older files, rope_scaling

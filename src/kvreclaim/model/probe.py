@@ -1,7 +1,7 @@
 """Learn a model's attention facts by running it once, instead of guessing them from its config.
 
 The probe feeds one token at several positions and answers every attention layer with the values
-themselves; what ops/rope_probe.py does with the queries and keys is said there.
+themselves; ops/rope_probe.py documents its use of the queries and keys.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def probe(
 ) -> ModelFacts:
     """Run the probe and describe every attention layer.
 
-    quantization: how the weights are packed, as quantization_in says it
+    quantization: packing of the weights, from quantization_in
     recurrent:    the other layers of a hybrid model, which is proved already
     dtype:        of ModelFacts; None for the model's own
 
@@ -116,7 +116,7 @@ def _layer_facts(call: AttentionCall, rope: RopeLayout | None) -> LayerFacts:
 
 
 def _hidden_size(inputs: list[Tensor | None]) -> int | None:
-    """The same for all layers, or none."""
+    """Return the value that all layers share; None if they differ."""
     sizes = {None if hidden is None else hidden.shape[-1] for hidden in inputs}
     return sizes.pop() if len(sizes) == 1 else None
 
@@ -141,7 +141,7 @@ PACKED_METHODS = ("awq", "gptq", "compressed-tensors", "bitsandbytes", "gguf")
 
 
 def quantization_in(config: Any) -> str | None:
-    """The method by which a config says that weights are packed; None for others, which become numbers."""
+    """Return the config's packing method; None if weights are not kept packed."""
     settings = getattr(config, "quantization_config", None)
     settings = settings if isinstance(settings, dict) else getattr(settings, "__dict__", {})
     method = settings.get("quant_method")
@@ -151,8 +151,8 @@ def quantization_in(config: Any) -> str | None:
 
 def fingerprint(config: Any, layers: Sequence[LayerFacts], quantization: str | None = None) -> str:
     """sha256 hex digest over what decides the meaning of keys and queries: a few config fields that
-    every version of transformers names alike, what the probe found of each layer, and how weights are
-    packed."""
+    every version of transformers names in the same way, what the probe found of each layer, and how weights
+    are packed."""
     fields = [str(getattr(config, name, None)) for name in FINGERPRINT_FIELDS]
     fields += [] if quantization is None else [quantization]
     return hashlib.sha256(json.dumps([fields, [_identity(layer) for layer in layers]]).encode()).hexdigest()

@@ -1,7 +1,7 @@
 """Recurrent layers of a transformers model (Mamba, linear attention, short convolutions) over paged states.
 
 Their forward is called once for each sequence of a packed step, and once for all rows that decode, with
-the states that the step says. recurrent_trial.py finds the layers and proves the model. A layer that runs
+the states of the step. recurrent_trial.py finds the layers and proves the model. A layer that runs
 natively (native_mixers.py) takes all rows of a step in one call.
 """
 
@@ -29,7 +29,7 @@ RECURRENT_LAYER_TYPES = frozenset({"linear_attention", "conv", "mlp", "moe"})
 
 
 class StateView:
-    """What a recurrent layer sees of its states in one call: the part of transformers' Cache that such layers
+    """States of a recurrent layer in one call: the part of transformers' Cache that such layers
     use. states: [n, ...] of n sequences; None: they begin"""
 
     def __init__(self, shapes: tuple[StateShape, ...], states: States | None) -> None:
@@ -64,7 +64,7 @@ class StateView:
 
 
 class RecurrentLayers:
-    """The recurrent layers of one model; `step` says what they do in a forward pass. Without a step they
+    """The recurrent layers of one model; `step` sets their states for a forward pass. Without a step they
     compute all tokens as those of one text that begins, or of several (`beginning`), and keep nothing.
 
     num_attention: layers that attend; they are numbered from 0
@@ -84,11 +84,11 @@ class RecurrentLayers:
 
     @property
     def shapes(self) -> list[tuple[StateShape, ...]]:
-        """What each layer keeps of a sequence."""
+        """Shapes of each layer's states of a sequence."""
         return [mixer.shapes for mixer in self.mixers]
 
     def describe(self) -> str:
-        """For the line at the engine's start."""
+        """Text for the engine's start line."""
         slow = any(mixer.by_token and mixer.native is None for mixer in self.mixers)
         return "; prompts after a state token by token" if slow else ""
 
@@ -102,7 +102,7 @@ class RecurrentLayers:
 
     @contextmanager
     def stepping(self, step: StateStep) -> Iterator[None]:
-        """For a while, with this step."""
+        """Set this step within a context."""
         self.begin(step)
         try:
             yield
@@ -111,7 +111,7 @@ class RecurrentLayers:
 
     @contextmanager
     def beginning(self, lengths: Sequence[int]) -> Iterator[None]:
-        """For a while, passes without a step are over texts of these lengths, which do not see each other."""
+        """Within a context, passes without a step are over independent texts of these lengths."""
         self.lengths = lengths
         try:
             yield
@@ -184,7 +184,7 @@ def is_hybrid(config: Any, model_class: Any) -> bool:
 
 
 def no_attention(name: str, config: Any) -> str:
-    """What is said of a model none of whose layers attends."""
+    """Error text for a model without attention layers."""
     return (
         f"{name} ({config.model_type}) has no attention layer, so there are no keys and values to page or "
         "compress; kvreclaim serves models with softmax attention in some layers."

@@ -1,5 +1,5 @@
-"""Trial runs of a hybrid model: its recurrent layers are found by what they ask of transformers' cache while
-the model computes trial tokens. At start the model is proved: a text cut into steps, beside another one, has
+"""Trial runs of a hybrid model: its recurrent layers are found by their calls of transformers' cache while
+the model computes trial tokens. At start the model is proved: a text cut into steps, next to another one, has
 to give the logits that one pass over it gives.
 """
 
@@ -26,8 +26,8 @@ TOLERANCE = {torch.float32: 2.0**-5, torch.bfloat16: 2.0**-3, torch.float16: 2.0
 computes of prompts and of single tokens differs by up to .013 (Zamba 2)."""
 
 
-class _Asked(DynamicCache):
-    """transformers' own cache for trial tokens, and which module asked it for what."""
+class _RecordingCache(DynamicCache):
+    """transformers' own cache for trial tokens, with a record of the calls by module."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
@@ -53,7 +53,7 @@ class _Asked(DynamicCache):
         self.calls.pop()
 
     def shapes(self, layer: int) -> tuple[StateShape, ...]:
-        """What it has kept of a layer."""
+        """Return the shapes of a layer's states."""
         own: Any = self.layers[layer]
         kinds: tuple[tuple[StateKind, Any], ...] = (
             ("conv", own.conv_states),
@@ -86,7 +86,7 @@ def use_recurrent_states(model: PreTrainedModel, name: str) -> RecurrentLayers:
     Raises: UnsupportedModelError if none attends, one attends at several places, or a recurrent layer does
         not take its state from transformers' cache.
     """
-    asked, batch = _trial(model, name)
+    recorder, batch = _trial(model, name)
     if not batch.modules:
         raise UnsupportedModelError(no_attention(name, model.config))
     if len(set(batch.modules)) < len(batch.modules):
@@ -96,34 +96,34 @@ def use_recurrent_states(model: PreTrainedModel, name: str) -> RecurrentLayers:
             "tell apart; use a model whose attention layers are its own."
         )
     layers = RecurrentLayers(len(batch.modules))
-    for module, (layer, argument) in asked.found.items():
+    for module, (layer, argument) in recorder.found.items():
         if argument is None or "hidden_states" not in inspect.signature(module.forward).parameters:
             raise UnsupportedModelError(
                 f"{name} ({model.config.model_type}) hands its {type(module).__name__} no cache by name, so "
                 "its state cannot be paged; use a model of a family that docs/models.md lists."
             )
-        layers.add(module, argument, asked.shapes(layer))
+        layers.add(module, argument, recorder.shapes(layer))
     for number, module in enumerate(batch.modules):
         module.layer_idx = number  # type: ignore[assignment]
     return layers
 
 
 @torch.inference_mode()
-def _trial(model: PreTrainedModel, name: str) -> tuple[_Asked, _OwnValues]:
+def _trial(model: PreTrainedModel, name: str) -> tuple[_RecordingCache, _OwnValues]:
     """Compute trial tokens over transformers' own cache."""
     try:
-        asked = _Asked(model.config.get_text_config())
+        recorder = _RecordingCache(model.config.get_text_config())
     except Exception as error:
         raise UnsupportedModelError(
             f"transformers makes no cache for the layers of {name} ({model.config.model_type}): {error}"
         ) from error
-    batch = _OwnValues(asked.calls)
+    batch = _OwnValues(recorder.calls)
     known = [module for module in model.modules() if hasattr(module, "layer_idx")]
-    handles = [module.register_forward_pre_hook(asked.entered, with_kwargs=True) for module in known]
-    handles += [module.register_forward_hook(asked.left) for module in known]
+    handles = [module.register_forward_pre_hook(recorder.entered, with_kwargs=True) for module in known]
+    handles += [module.register_forward_hook(recorder.left) for module in known]
     try:
         named = "cache" in inspect.signature(model.forward).parameters
-        cache: dict[str, Any] = {"cache" if named else "past_key_values": asked}
+        cache: dict[str, Any] = {"cache" if named else "past_key_values": recorder}
         _run(model, _tokens(model, 0, TRIAL_TOKENS), batch, use_cache=True, **cache)
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
@@ -133,7 +133,7 @@ def _trial(model: PreTrainedModel, name: str) -> tuple[_Asked, _OwnValues]:
     finally:
         for handle in handles:
             handle.remove()
-    return asked, batch
+    return recorder, batch
 
 
 def _tokens(model: PreTrainedModel, text: int, count: int) -> Tensor:
@@ -152,7 +152,7 @@ def _run(
 
 
 def prove(model: PreTrainedModel, layers: RecurrentLayers, name: str) -> None:
-    """Compute two texts in steps, beside each other, and each in one pass. If that agrees only where layers
+    """Compute two texts in steps, in one batch, and each in one pass. If that agrees only where layers
     that are not native get tokens behind a state one by one (Mamba-1: transformers' scan begins at zero),
     they do from now on.
 

@@ -38,7 +38,7 @@ def rotary_frequencies(config: Any) -> list[Tensor]:
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
         rotaries = {type(m): m for m in model.modules() if _turns(m)}
         return frequencies_in(nn.ModuleList(kind(m.config) for kind, m in rotaries.items()))
-    except Exception as error:  # transformers makes what the config says and raises whatever comes of it
+    except Exception as error:  # transformers raises any type for a wrong config
         raise UnsupportedModelError(_unknown(config, f"{type(error).__name__}: {error}")) from error
 
 

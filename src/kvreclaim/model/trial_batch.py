@@ -1,5 +1,5 @@
-"""What a model is tried on before its modules run natively: tokens, and a batch whose answers depend on all
-that it is asked."""
+"""Trial input of a model before its modules run natively: tokens, and a batch with outputs that depend on
+all inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRIAL_POSITIONS = (0, 1, 2, 5, 11, 23, 60)
 
 
 class TrialBatch:
-    """A KVBatch whose answers depend on queries, keys and values, and that remembers what it was asked."""
+    """A KVBatch with outputs that depend on queries, keys and values. It records its calls."""
 
     def __init__(self) -> None:
         self.calls: dict[int, AttentionCall] = {}

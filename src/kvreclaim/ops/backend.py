@@ -27,7 +27,7 @@ BACKENDS = {
 
 
 class Backend(Protocol):
-    """The ops; ops/reference/ says what each one does and is the oracle of all others.
+    """The ops. ops/reference/ documents each one and is the oracle of all other back-ends.
 
     A cache belongs to the back-end that allocated it: how a block lies in memory is its own affair.
     """
@@ -99,7 +99,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The back-end that runs; why_not says why a faster one does not (None: nothing faster was due)."""
+    """The chosen back-end. why_not: why a faster one does not run; None if none was expected."""
 
     backend: Backend
     why_not: str | None = None

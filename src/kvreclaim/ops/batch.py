@@ -1,4 +1,4 @@
-"""One step's sequences as tensors: who asks (queries) and where each one's keys lie (blocks)."""
+"""One step's sequences as tensors: queries per sequence, and the blocks of their keys."""
 
 from __future__ import annotations
 

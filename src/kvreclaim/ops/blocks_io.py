@@ -1,4 +1,4 @@
-"""Blocks as bytes: out of a cache into host memory and back, the same bytes whatever they mean.
+"""Blocks as bytes: copies from a cache into host memory and back, independent of the format.
 
 A block's bytes are one run, plane after plane, in each [L, K, ...] as its back-end lays them out, so they are
 good for a cache of the same back-end, format and shape only.

@@ -1,4 +1,4 @@
-"""Which cells each head of a compressed sequence holds, wherever they lie.
+"""Tables of the cells that each head of a compressed sequence holds.
 
 After a pass a sequence holds budget / S blocks, every cell of which serves some head, full. What is computed
 later goes to blocks that are appended, each head in its own cells of them: so all heads' last cells fill up
@@ -19,7 +19,7 @@ from kvreclaim.ops.moving import move
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CellTable:
-    """Where a pass has put the tokens of each head. Never changed, so forks share it.
+    """Places of each head's tokens after a pass. Immutable, so forks share it.
 
     table:        [L, K, W] int32 cells, the first `counts` of each row; the rest is padding
     counts:       [L, K] int64, full cells of each head
@@ -53,39 +53,39 @@ def append_cells(cells: CellTable, appended: np.ndarray) -> np.ndarray:
 
 
 def assign_cells(
-    present: np.ndarray, held: np.ndarray, wanted: np.ndarray, every: np.ndarray
+    present: np.ndarray, held: np.ndarray, num_cells: np.ndarray, every: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Give every head its number of cells out of those of the target blocks: first the ones that it has
-    there, then those that others leave or nobody had.
+    there, then freed and unused ones.
 
     Args:
-        present: [L, K, W] cells of each head in token order, the first `held` [L, K] of them in use
-        wanted:  [L, K] cells of each head afterwards, at least one, as many in all as there are
-        every:   the cells of the target blocks, in any shape
+        present:   [L, K, W] cells of each head in token order, the first `held` [L, K] of them in use
+        num_cells: [L, K] cells of each head afterwards, at least one, as many in all as there are
+        every:     the cells of the target blocks, in any shape
 
-    Returns: [L, K, max(wanted)] int32 cells, rows padded with their first; and the heads, [L * K] int64
+    Returns: [L, K, max(num_cells)] int32 cells, rows padded with their first; and the heads, [L * K] int64
         l * K + k, in an order in which each may be read and then written: a cell that changes hands is
         written after its giver was read.
     """
     every = every.ravel()
-    assert wanted.sum() == every.size, f"{wanted.sum()} cells wanted, {every.size} there"
+    assert num_cells.sum() == every.size, f"{num_cells.sum()} cells wanted, {every.size} there"
     stays = np.isin(present, every) & (np.arange(present.shape[-1]) < held[..., None])
     places = stays.cumsum(axis=-1) - 1
-    stays &= places < wanted[..., None]
+    stays &= places < num_cells[..., None]
     own = stays.sum(axis=-1)
     spare = np.setdiff1d(every, present[stays], assume_unique=True)
     spare.sort()
-    table = np.empty((*wanted.shape, int(wanted.max())), dtype=np.int32)
+    table = np.empty((*num_cells.shape, int(num_cells.max())), dtype=np.int32)
     columns = np.arange(table.shape[-1])
     table[columns < own[..., None]] = present[stays]
-    table[(columns >= own[..., None]) & (columns < wanted[..., None])] = spare
-    table = np.where(columns < wanted[..., None], table, table[..., :1])
-    return table, np.argsort((own < wanted).ravel(), kind="stable")
+    table[(columns >= own[..., None]) & (columns < num_cells[..., None])] = spare
+    table = np.where(columns < num_cells[..., None], table, table[..., :1])
+    return table, np.argsort((own < num_cells).ravel(), kind="stable")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CellMoves:
-    """What each head keeps, on its way from its old cells to its new ones.
+    """A move of each head's kept tokens from old to new cells.
 
     present: [L, K, W] old cells in token order, the first held [L, K] in use
     kept:    ascending slots of each head
@@ -102,8 +102,8 @@ class CellMoves:
         """Moves over the view in which cells are blocks, one after the other: slots, source cells, target
         cells, int64, where `kept` is. Each has whole heads, and begins before it has `most` target cells."""
         held, counts = (x.ravel()[self.order] for x in (self.held, self.kept.counts))
-        wanted, device = counts // block_size, self.kept.flat.device
-        heads = (wanted.cumsum() - wanted) // max(1, most)
+        num_cells, device = counts // block_size, self.kept.flat.device
+        heads = (num_cells.cumsum() - num_cells) // max(1, most)
         firsts = np.flatnonzero(np.diff(heads, prepend=-1))
         before = held.cumsum() - held
         base = np.repeat(before[firsts], np.diff(firsts, append=len(held)))
@@ -111,9 +111,9 @@ class CellMoves:
         slots += spread((before - base) * block_size, counts, device)
         sources, targets = (
             move(_of_rows(cells, self.order, lengths), device)
-            for cells, lengths in ((self.present, held), (self.table, wanted))
+            for cells, lengths in ((self.present, held), (self.table, num_cells))
         )
-        sizes = [np.add.reduceat(x, firsts).tolist() for x in (counts, held, wanted)]
+        sizes = [np.add.reduceat(x, firsts).tolist() for x in (counts, held, num_cells)]
         return zip(slots.split(sizes[0]), sources.split(sizes[1]), targets.split(sizes[2]), strict=True)
 
 

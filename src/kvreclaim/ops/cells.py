@@ -1,8 +1,8 @@
 """The cache as cells: one block of one KV head in one layer, S slots that lie together.
 
 A sequence that holds n blocks holds n * L * K cells, and any of them may serve any of its (layer, KV head)
-pairs. Seen as a cache of one layer and one head whose blocks are the cells, every kernel serves it as it is:
-each (sequence, KV head) is then a sequence of its own, with the G query heads of its group.
+pairs. Viewed as a cache of one layer and one head with cells as blocks, it is served by every kernel
+unchanged: each (sequence, KV head) is then a sequence of its own, with the G query heads of its group.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvreclaim.ops.kv_cache import KVCache, LayerCache, PagedTokens
 
 
 def cell_view(cache: KVCache) -> KVCache:
-    """The same bytes with L = K = 1 and L * B * K blocks, made once; block (l * B + b) * K + h of it is
+    """Return a cached view with L = K = 1 and L * B * K blocks; block (l * B + b) * K + h of it is
     block b of KV head h in layer l."""
 
     def make(cache: KVCache) -> KVCache:
@@ -80,7 +80,7 @@ def blocks_of(cache: KVCache, cells: np.ndarray) -> np.ndarray:
 
 
 class _CellRows(Sequence[SequenceSlots]):
-    """The sequences of the cell view, made when a back-end asks for them one by one."""
+    """Sequences of the cell view, built for back-ends that read them one by one."""
 
     def __init__(
         self, tables: np.ndarray | Tensor, lengths: np.ndarray, query_lens: np.ndarray, block_size: int
@@ -111,8 +111,8 @@ class _CellRows(Sequence[SequenceSlots]):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CellBatch(AttentionBatch):
-    """Sequences of the cell view whose tables lie in tensors already: what kernels that follow tables
-    themselves ask for takes no loop over sequences."""
+    """Sequences of the cell view with tables in tensors already. Kernels that follow tables themselves need
+    no loop over sequences."""
 
     given: BatchArrays
     given_lengths: np.ndarray

@@ -26,7 +26,7 @@ class KeyStats:
 
 @dataclass(frozen=True, eq=False)
 class KeyTransform:
-    """What a cache stores of a key: (key - center) / scale, [K, D] each (ops/transformed_keys.py)."""
+    """Transform of a stored key: (key - center) / scale, [K, D] each (ops/transformed_keys.py)."""
 
     scale: Tensor
     center: Tensor
@@ -53,7 +53,7 @@ class KeyTransform:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Softmax:
-    """How a layer's logits become weights.
+    """Softmax of a layer's logits.
 
     scale:   multiplies q.k
     softcap: scores become softcap * tanh(score / softcap)
@@ -103,7 +103,7 @@ class LayerFacts:
 
     @property
     def key_dims(self) -> int:
-        """Dims of a key that the cache stores beside the value."""
+        """Dims of a key that the cache stores in addition to the value."""
         return self.head_dim - self.v_head_dim if self.latent else self.head_dim
 
     def kv_head(self, head: int) -> LayerFacts:
@@ -121,9 +121,9 @@ class ModelFacts:
     """All attention layers (equal in heads and dims), and what identifies the model.
 
     fingerprint: sha256 hex digest over what decides the meaning of K/V and queries
-    dtype:       of queries, keys and values; hidden states may be fp32 beside bf16 (model/attention.Narrowed)
+    dtype:       of queries, keys and values; hidden states may be fp32 with bf16 (model/attention.Narrowed)
     hidden_size: numbers of what an attention layer is given of a token; None where layers do not hand it out
-    states:      of each recurrent layer beside these: the tensors that are kept of a sequence
+    states:      of each recurrent layer: the tensors that are kept per sequence
     config:      the config's fields that query statistics depend on; None: not known
     overridden:  names of those that hf_overrides changed
     layer_ids:   where these are some of the model's layers: which; num_model_layers: of how many
@@ -149,7 +149,7 @@ class ModelFacts:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of all recurrent layers' states of one sequence, whatever its length."""
+        """Bytes of all recurrent layers' states of one sequence, at any length."""
         return sum(tensor.num_bytes for layer in self.states for tensor in layer)
 
     @property
@@ -165,7 +165,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """How many blocks of what.
+    """Number and kind of blocks.
 
     k_dim:  stored dims of a key: the rotary part alone where latent
     latent: a key is its value followed by the k_dim stored dims (MLA)

@@ -45,7 +45,7 @@ class LayerGroups:
 
     @property
     def tables(self) -> tuple[tuple[int, int], ...]:
-        """For each table but the first: its window, and its number among the groups of that."""
+        """Window of each table but the first, and the table's number among the window's groups."""
         return tuple((n, i) for n, window in enumerate(self.windows) for i in range(self.num_groups(window)))
 
     def num_groups(self, window: Window) -> int:
@@ -53,7 +53,7 @@ class LayerGroups:
         return window.num_blocks // self.parts
 
     def layers(self, cache: KVCache, ops: Backend) -> tuple[LayerCache, ...]:
-        """Every layer of the model as it attends over this cache, whose layers are those of `facts`."""
+        """Every layer of the model as it attends over this cache; the cache's layers are those of `facts`."""
         others = cache
         if self.parts > 1:
             others = ops.plain_view(cache, plain_format(self.model.dtype), cache.block_size // self.parts)
@@ -81,10 +81,10 @@ class LayerGroups:
 
 
 def layer_groups(model: ModelFacts, config: EngineConfig) -> LayerGroups:
-    """Groups where the model has windows beside full attention, unless what is asked for excludes them.
+    """Return groups if the model has windows and full attention, unless an option excludes them.
 
-    Raises: InvalidArgumentError if groups are asked for or needed and cannot be had; UnsupportedModelError if
-        no layer has full attention beside chunks.
+    Raises: InvalidArgumentError if groups are requested or needed, but not possible; UnsupportedModelError if
+        a model with chunks has no layer with full attention.
     """
     windows = [_window(layer.softmax) for layer in model.layers]
     widest = max((window.num_tokens for window in windows if window is not None), default=None)

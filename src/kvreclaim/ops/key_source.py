@@ -191,7 +191,7 @@ def surrogate_scores(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Joined:
-    """Several sequences as one whose table is all of theirs, for scores that are of each token alone.
+    """Several sequences as one with a joined table, for scores that depend on one token each.
 
     lengths: tokens of each; blocks: of each
     """
@@ -207,7 +207,7 @@ class _Joined:
         return [part[:, :length] for part, length in zip(parts, self.lengths, strict=True)]
 
     def owners(self) -> Tensor:
-        """[blocks] int64: whose each is, on the cache's device."""
+        """Sequence of each block, [blocks] int64, on the cache's device."""
         return move(np.arange(len(self.blocks)).repeat(self.blocks), self.source.device)
 
 
@@ -221,6 +221,6 @@ def _joined(sources: Sequence[KeySource]) -> _Joined | None:
     ids = [source.tokens.block_ids[: blocks_for(source.shape[1], size)] for source in paged]
     table = torch.cat(ids)
     heads = [source.tokens.heads for source in paged if source.tokens.heads is not None]
-    whose = torch.cat([own[: len(part)] for own, part in zip(heads, ids, strict=True)]) if heads else None
-    tokens = PagedTokens(paged[0].tokens.layer, table, len(table) * size, whose)
+    owners = torch.cat([own[: len(part)] for own, part in zip(heads, ids, strict=True)]) if heads else None
+    tokens = PagedTokens(paged[0].tokens.layer, table, len(table) * size, owners)
     return _Joined(PagedSource(paged[0].backend, tokens), lengths, [len(own) for own in ids])

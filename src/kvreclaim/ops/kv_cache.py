@@ -30,7 +30,7 @@ class Memo:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVCache(Memo):
-    """Keys and values of every layer in blocks whose ids all layers share.
+    """Keys and values of every layer in blocks; all layers share the block ids.
 
     planes: each [L, B, K, ...], in the layout of the back-end that allocated it; a plain format has two, the
             keys and the values (row-major [S, D] and [S, Dv] in the reference). Keys are stored rotated.

@@ -39,7 +39,7 @@ def is_alike(norm: Norm | None, other: Norm | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How a row of queries, keys and values lies: heads and KV heads of `dim` numbers.
+    """Layout of a row of queries, keys and values: heads and KV heads of `dim` numbers.
 
     q_norm, k_norm: of each head, weight [dim], or of all heads together, weight [H dim] and [K dim]
     turns_neighbours: number 2 i of a head rotates with 2 i + 1, not i with i + R / 2
@@ -57,8 +57,8 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class LatentHeads:
-    """How a row [Q + R + dr] of multi-head latent attention becomes queries and a latent (ops/latent.py names
-    the dims).
+    """Split of a row [Q + R + dr] of multi-head latent attention into queries and a latent (ops/latent.py
+    names the dims).
 
     nope, rotary: dn and dr; rank: R
     kv_norm: norm of the R numbers of the latent
@@ -77,7 +77,7 @@ class LatentHeads:
 
 @dataclass(frozen=True, slots=True)
 class LayerForm:
-    """What a decoder layer computes around its products.
+    """Operations of a decoder layer around its products.
 
     latents: of multi-head latent attention; heads are then those of its absorbed queries
     before: norms of the inputs of attention and of the MLP

@@ -1,4 +1,4 @@
-"""How pieces of a host cache come to the device: at once, or one ahead on a stream of their own."""
+"""Transfer of a host cache's pieces to the device: at once, or one ahead on a separate stream."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class HostLink(Protocol):
     def begin(self, num_turns: int, fetch: Fetch) -> None: ...
 
     def take(self, turn: int) -> int:
-        """The buffer that holds this turn's bytes for whatever is queued now, until the next turn is taken.
+        """Return the buffer with this turn's bytes, valid for work queued before the next turn.
 
         Raises: what the fetch raised.
         """
@@ -37,7 +37,7 @@ class HostLink(Protocol):
         ...
 
     def copying(self) -> AbstractContextManager[Any]:
-        """Within a fetch: around whatever else changes the buffer."""
+        """Context for other changes of the buffer within a fetch."""
         ...
 
     def finish(self) -> None:
@@ -50,8 +50,8 @@ class HostLink(Protocol):
 
 
 class DirectLink:
-    """On a CPU: fetched when it is taken, into one buffer, which stays in the processor's cache if it is
-    small. A thread beside would take a core from attention."""
+    """Link on a CPU: a piece is fetched on use, into one buffer, which stays in the processor's cache if it
+    is small. A prefetching thread would take a core from attention."""
 
     num_buffers = 1
 
@@ -89,7 +89,7 @@ class Lanes(Protocol):
     """Two queues of a device: of computing, which the caller's thread is on, and of copying."""
 
     def copying(self) -> AbstractContextManager[Any]:
-        """A context whose copies run on their own queue."""
+        """Context in which copies run on their own queue."""
         ...
 
     def computed(self, buffer: int) -> None:
@@ -152,7 +152,7 @@ class StreamLink:
     """One turn ahead: while a turn is computed, a thread gathers the next one's bytes into pinned memory and
     queues their copy into the other buffer.
 
-    The thread waits for nobody but the device; a buffer is filled again only behind what last read it.
+    The thread waits only for the device; a buffer is refilled only after its last reader.
     """
 
     num_buffers = 2
@@ -207,7 +207,7 @@ class StreamLink:
         pending, self._pending = self._pending, None
         if pending is not None and not pending.cancel():
             pending.exception()
-            for buffer in range(self.num_buffers):  # whoever gets its memory next comes behind its copies
+            for buffer in range(self.num_buffers):  # the next owner of its memory waits for its copies
                 self.lanes.wait_copied(buffer)
         self._fetch = None
 

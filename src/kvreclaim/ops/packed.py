@@ -108,19 +108,19 @@ class PackedMatrix:
 
     @cached_property
     def native(self) -> Any:
-        """For the native kernels, of a matrix in the CPU's memory."""
+        """Return the native kernels' view of a matrix in CPU memory."""
         parts = [self.parts.get(name) for name in ("data", "scales", "offsets", "supers")]
         sizes = (self.out_features, self.in_features, self.group)
         return native().Packed(self.codes, self.grid.value, *parts, self.table, *sizes)
 
     @property
     def codes(self) -> int:
-        """How codes lie, as the kernels number it: nibbles, nibbles of a table, 6 bits, bytes, 2, 3, 5."""
+        """Layout of codes, as the kernels number it: nibbles, nibbles of a table, 6 bits, bytes, 2, 3, 5."""
         return 1 if self.table is not None else {4: 0, 6: 2, 8: 3, 2: 4, 3: 5, 5: 6}[self.bits]
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What two matrices must have in common to be stored as one, block after block."""
+        """Properties that two matrices must share to be stored as one, block after block."""
         table = None if self.table is None else tuple(self.table.tolist())
         types = tuple((name, part.dtype, part.shape[1:]) for name, part in self.parts.items())
         return self.in_features, self.bits, self.grid, self.group, table, types
@@ -130,7 +130,7 @@ class PackedMatrix:
         return self.parts["data"].device
 
     def to(self, device: torch.device) -> PackedMatrix:
-        """The same on a device; itself where it is there."""
+        """Return the matrix on a device; itself if it is there already."""
         if self.device == device:
             return self
         moved = copy.copy(self)
@@ -172,7 +172,7 @@ def _stored(part: Tensor) -> Tensor:
 
 
 def _filled(rows: Tensor) -> Tensor:
-    """With zero rows to whole blocks."""
+    """Pad with zero rows to whole blocks."""
     missing = -rows.shape[0] % BLOCK_ROWS
     return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows
 

@@ -17,7 +17,7 @@ RopeStyle = Literal["half", "interleaved"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RopeLayout:
-    """Where a layer's heads keep position, found by probing the model (ops/rope_probe.py).
+    """Dims in which a layer's heads encode position, found by probing the model (ops/rope_probe.py).
 
     inv_freq: [F] float64, the model's own frequencies after its own scaling (linear, llama3, YaRN);
               F = 0 for a layer without rotary embedding.
@@ -35,7 +35,7 @@ class RopeLayout:
 
     @property
     def bands(self) -> tuple[slice, slice]:
-        """Where the real and the imaginary dims of the bands lie."""
+        """Indices of the bands' real and imaginary dims."""
         end = self.start + 2 * self.num_bands
         if self.style == "half":
             return slice(self.start, self.start + self.num_bands), slice(self.start + self.num_bands, end)

@@ -1,6 +1,6 @@
 """Which rotation a layer applies, found out from what it makes of one token at several positions.
 
-Whoever runs the model answers every attention layer with the values themselves. All tokens then carry the
+The caller runs the model with attention layers that return the values themselves. All tokens then carry the
 same hidden state in every layer, so queries and keys differ between positions by their rotation alone, and
 each candidate rotation can be checked by undoing it.
 """
@@ -35,7 +35,7 @@ def find_rope(queries: Tensor | None, keys: Tensor, frequencies: Sequence[Tensor
 
     Args:
         queries:     [T, H, D] of one token at POSITIONS, rotated; None where there are only keys
-        keys:        [T, K, D] alike, in the model's own dtype: it decides how exact they must be
+        keys:        [T, K, D], also in the model's own dtype: it decides how exact they must be
         frequencies: [F] each, the inverse frequencies that may be the model's
 
     Returns: None if no candidate explains them. A layer without rotation has a layout of no bands.
@@ -53,8 +53,8 @@ def find_rope(queries: Tensor | None, keys: Tensor, frequencies: Sequence[Tensor
 
 
 def _change(layout: RopeLayout, x: Tensor) -> float:
-    """How much un-rotated [T, H, D] still differ between positions: the mean, over heads, of each band's and
-    each other dim's largest difference, relative to its own size.
+    """Measure how much un-rotated [T, H, D] still differ between positions: the mean, over heads, of each
+    band's and each other dim's largest difference, relative to its own size.
 
     Relative to the whole vector, a head with a few massive dims (Qwen2's biases) would hide the
     rotation of all others, and pass for one without rotation in half precision.

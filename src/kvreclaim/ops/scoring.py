@@ -143,7 +143,7 @@ def mixture_scores(keys: Tensor, centers: Tensor, variances: Tensor, scale: floa
 
 
 def mixture_attention(keys: Tensor, centers: Tensor, variances: Tensor, scale: float) -> Tensor:
-    """The attention each key expects from the kind of query that wants it most.
+    """Return each key's largest expected attention over kinds of queries.
 
         l_{c,o}(j) = s mu_{c,o}.K_j + s^2/2 sum_d v_{c,d} K_{j,d}^2
         S(j) = max over query heads and c of mean over o of softmax_j l_{c,o}(j)
@@ -191,7 +191,7 @@ def summed_mixture(
 
 
 def collapsed_mixture(keys: Tensor, centers: Tensor, variances: Tensor, scale: float, over: slice) -> Tensor:
-    """mixture_attention's cheap relative: one product per centre, z-scores in place of the softmax.
+    """A cheap variant of mixture_attention: one product per centre, z-scores instead of the softmax.
 
         l_c(j) = s mu_c.K_j + s^2/2 sum_d v_{c,d} K_{j,d}^2
         S(j) = max over query heads and c of zscore_j l_c(j), less the least of the head's

@@ -129,7 +129,7 @@ class PackedRuns:
     read:   [N] slots of their states; -1: it begins
     write:  [T] slots of the state behind each token; -1: not kept; the last one of a sequence is
     parts:  rows that decode, and the others, each with its runs, where a step has both: kernels have other
-            loops for either, and a row must not depend on what is beside it
+            loops for either, and a row must not depend on other rows
     """
 
     starts: Tensor
@@ -158,7 +158,7 @@ class PackedRuns:
 
 @dataclass(frozen=True, eq=False)
 class StateStep:
-    """What recurrent layers do in one forward pass: runs in the order of their rows.
+    """Plan of recurrent layers in one forward pass: runs in the order of their rows.
 
     calls: the same for code that takes tokens of one sequence, or one token of each of several. Rows that
         decode, and drafts of the same place in their rows, are in one call.

@@ -1,4 +1,4 @@
-"""A KV cache in host memory whose layers come to the device one after the other, through buffers.
+"""A KV cache in host memory. Its layers are copied to the device one after the other, through buffers.
 
 What comes over is bytes of whole blocks, in large pieces: a piece is the blocks of some sequences of a
 step, of one layer, and is read by one gather per plane, or by a few copies where the blocks lie in long runs.

@@ -19,14 +19,14 @@ ROUNDS = 5
 LAYERS, SIZE = 8, 2048
 
 
-def use_threads(wanted: int | None) -> None:
+def use_threads(count: int | None) -> None:
     """Set torch's number of threads, which is the kernels', too.
 
-    wanted: None: leave it; 0: choose by a trial, unless OMP_NUM_THREADS is set
+    count: None: leave it; 0: choose by a trial, unless OMP_NUM_THREADS is set
     """
-    if wanted:
-        torch.set_num_threads(wanted)
-    elif wanted == 0 and "OMP_NUM_THREADS" not in os.environ:
+    if count:
+        torch.set_num_threads(count)
+    elif count == 0 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(fastest())
 
 

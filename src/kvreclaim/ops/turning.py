@@ -1,4 +1,4 @@
-"""Keys whose position is their slot: turned whenever they move."""
+"""Keys with their slot as position: rotated whenever they move."""
 
 from __future__ import annotations
 

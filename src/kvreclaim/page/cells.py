@@ -21,7 +21,7 @@ NUM_STATES = 5
 class BlockCells:
     """C cells of `group` blocks each; the last one may have fewer.
 
-    state, owner: [C] uint8, uint16, of most of the blocks that are not free; owner 0: nobody alone, else
+    state, owner: [C] uint8, uint16, of most of the blocks that are not free; owner 0: no single request, else
                   1 + its index among the requests
     counts:       [C, states] uint32 blocks in each state; None where a cell is a block
     """

@@ -1,4 +1,4 @@
-"""The page's feed: one reading of the pool serves every viewer, and nobody waits for a slow one."""
+"""The page's feed: one reading of the pool serves every viewer, and a slow viewer delays no other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvreclaim.page.viewer import MAX_VIEWERS, Viewer
 
 
 class Feed(ABC):
-    """Reads the pool while somebody watches, and not at all otherwise.
+    """Reads the pool only while a viewer is connected.
 
     logger: gets what goes wrong
     """
@@ -43,7 +43,7 @@ class Feed(ABC):
 
     @abstractmethod
     async def _read(self) -> str:
-        """Show the pool until the last viewer has gone or the feed ends. Returns: the reason for the end."""
+        """Show the pool until the last viewer leaves or the feed ends. Returns: the reason for the end."""
 
     async def _run(self) -> None:
         reason = "stopped"

@@ -38,7 +38,7 @@ class StaticFile:
 
 
 def static_files(*, read_only: bool) -> dict[str, StaticFile]:
-    """By name, read once. read_only: without what sends prompts."""
+    """Return the page's files by name, read once. read_only: without the parts that send prompts."""
     found = {}
     for file in (files("kvreclaim.page") / "static").iterdir():
         if file.is_file():

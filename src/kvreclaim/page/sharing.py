@@ -19,7 +19,7 @@ class SharedRun:
 
     level:      nodes above it
     num_blocks: of this node alone
-    requests:   whose sequences hold them: indices into the requests that run, in the order of admission
+    requests:   holders of the blocks: indices into the running requests, in the order of admission
     num_sequences: that hold them
     """
 
@@ -46,7 +46,7 @@ def share_tree(rows: Sequence[np.ndarray], owners: Sequence[int]) -> Sharing:
         rows:   of each sequence, the ids of its blocks in their order, int32
         owners: of each sequence, the index of its request
 
-    No tokens, no salts: what is shared, not what it says.
+    No tokens and no salts: the sharing without the content.
     """
     ordered = sorted(zip(rows, owners, strict=True), key=lambda each: each[0].tobytes())
     runs = _tree([row for row, _ in ordered], [owner for _, owner in ordered])

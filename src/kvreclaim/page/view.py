@@ -1,4 +1,4 @@
-"""The block pool at a glance: what each block is and whose. Integers and ids, no text of anybody."""
+"""State and owner of each block of the pool. Integers and ids, no text of requests."""
 
 from __future__ import annotations
 

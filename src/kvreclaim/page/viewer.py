@@ -1,4 +1,4 @@
-"""One browser that watches: nobody waits for it."""
+"""One connected browser, which delays no other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_PENDING = 256
 PERIOD_S = 0.2
 """Between two frames at least."""
 QUIET_S = 1.0
-"""An unchanged pool is told this often."""
+"""An unchanged pool is sent this often."""
 
 
 class Viewer:
@@ -42,8 +42,8 @@ class Viewer:
             self._wake.clear()
             frame, self._frame = self._frame, None
             done, self._compactions = self._compactions, []
-            told = event(compactions_json(done), "compactions") if done else b""
-            if chunk := told + (frame or b""):
+            compactions = event(compactions_json(done), "compactions") if done else b""
+            if chunk := compactions + (frame or b""):
                 yield chunk
             if self._farewell is not None:
                 yield self._farewell

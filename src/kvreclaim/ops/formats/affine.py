@@ -56,7 +56,7 @@ def decode_group(n: Tensor, scale: Tensor, centre: Tensor) -> Tensor:
 
 
 def _half(least: Tensor, most: Tensor) -> Tensor:
-    """Equal numbers have no code at their centre: they take n = 8, or 7 below zero, half a step beside it."""
+    """Equal numbers have no code at their centre: they take n = 8, or 7 below zero, half a step off it."""
     half = torch.where(least < 0, -0.5, 0.5)
     return half.masked_fill(least != most, 0.0)
 

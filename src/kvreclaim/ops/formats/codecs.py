@@ -1,4 +1,4 @@
-"""How a key or a value becomes codes and parameters, in PyTorch: the oracle of every kernel.
+"""Encoding of keys and values into codes and parameters, in PyTorch: the oracle of every kernel.
 
 One token of one head at a time. In all formats the scale is rounded down to a code first and numbers are
 divided by the scale of that code.

@@ -15,7 +15,7 @@ from kvreclaim.kv_bytes import KV_BYTES, KVBytes
 
 @dataclass(frozen=True, slots=True)
 class KVFormat(KVBytes):
-    """How keys and values lie in the cache of one engine.
+    """Format of keys and values in one engine's cache.
 
     dtype: what is stored, of a plain format; None: codes, which are dequantised inside the kernels
     transform: digest of the transforms of keys (ops/transformed_keys.py); "": they are stored as they are

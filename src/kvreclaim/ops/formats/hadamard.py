@@ -1,6 +1,6 @@
 """A fixed rotation that spreads a vector's energy evenly over its dims: signs, then a Hadamard matrix.
 
-After it the numbers of a vector are nearly normal whatever they were, so that one set of levels fits all.
+It makes the numbers of any vector nearly normal, so that one set of levels fits all.
 Source: arXiv 2504.19874 (TurboQuant), which rotates at random; a Hadamard matrix with random signs costs
 D log D additions instead of D^2 products.
 """

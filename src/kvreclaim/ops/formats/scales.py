@@ -1,6 +1,6 @@
 """Scales as logarithmic codes, always rounded down: a few steps an octave instead of a number.
 
-Rounded down, a scale s' is at most the ideal s that its vector asks for, so a rounding error of s'/2 is
+Rounded down, a scale s' is at most the ideal s of its vector, so a rounding error of s'/2 is
 within s/2; the step is so small that the greatest code is still reached (127 s/s' < 127.5). A code's scale is
 one product of two numbers from tables of 16, times a power of two: equal bits in every back-end.
 """

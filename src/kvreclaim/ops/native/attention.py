@@ -1,4 +1,4 @@
-"""Attention of the native back-end; ops/reference/ says what each function does."""
+"""Attention of the native back-end; ops/reference/ documents each function."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def paged_attention(q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tens
     integers instead: q and the weights rounded to 16 bits, see csrc/include/kvreclaim/integer_loops.h.
     Keys are cut at fixed slots and the parts merged, so that one long sequence uses all threads and a row
     depends neither on the rest of the batch nor on the number of threads, nor, up to EXACT_QUERIES rows of a
-    sequence, on the rows beside it. Inside exact_rows() longer prompts are cut into runs of so many rows.
+    sequence, on other rows. Inside exact_rows() longer prompts are cut into runs of so many rows.
     """
     out = q.new_empty((q.shape[0], q.shape[1], layer.cache.shape.v_dim))
     place, softmax = layer.cached("native", make_layer)

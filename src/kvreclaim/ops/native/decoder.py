@@ -47,7 +47,7 @@ class Projection:
     """y = residual + f(x) Wᵀ + bias; f: an RMS norm, or SiLU of x's first half times its second, or nothing.
 
     Every result is rounded to the dtype where the single modules round. The own_rows() of a step, and with
-    packed weights all, are one call of the kernels, whose rows do not depend on each other; for the rest
+    packed weights all, are one call of kernels with independent rows; for the rest
     torch's product runs.
     """
 

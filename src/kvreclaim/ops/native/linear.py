@@ -1,4 +1,4 @@
-"""Linear layers for few rows, whose weights are read once; the kernel is csrc/include/kvreclaim/linear.h."""
+"""Linear layers for few rows. Weights are read once; the kernel is csrc/include/kvreclaim/linear.h."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _leading: ContextVar[int] = ContextVar("leading", default=0)
 @contextmanager
 def exact_rows(num_leading: int = UNLIMITED) -> Iterator[None]:
     """Inside, the kernels take so many leading rows of every product, however many there are behind them, so
-    that each is, to the bit, what it is alone: rows of decoding beside those of prompts, and rows that carry
+    that each is, to the bit, what it is alone: decode rows next to prompt rows, and rows that carry
     drafts. Without a number all rows are, and attention computes the rows of a prompt as it does those of
     decode steps. For the thread that enters it.
     """
@@ -95,7 +95,7 @@ def max_rows(dtype: torch.dtype) -> int:
 def has_bf16_hardware() -> bool:
     """Return whether torch multiplies bf16 by instructions of this CPU (AVX512-BF16, AMX).
 
-    Assumed of what is no x86, and of a torch that can't tell.
+    Assumed True on other architectures, and if torch can't detect it.
     """
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     if capabilities.get("architecture") != "x86_64":

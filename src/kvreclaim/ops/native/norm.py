@@ -14,7 +14,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, from_one: bool = False) -
     """x [..., D], weight [D] -> weight * (x / sqrt(mean(x²) + eps)), like x; sums in fp32.
 
     Rounds to the dtype of x before and after the weight, as Llama and its relatives do. from_one: times
-    1 + weight, rounded once, as Gemma and Qwen3-Next do. Takes what takes_norm() says.
+    1 + weight, rounded once, as Gemma and Qwen3-Next do. See takes_norm() for the inputs.
     """
     out = torch.empty_like(x)
     (KERNELS.rms_norm_from_one if from_one else KERNELS.rms_norm)(x, weight, eps, out)
@@ -27,7 +27,7 @@ def has_norm_from_one() -> bool:
 
 
 def takes_norm(x: Tensor, weight: Tensor) -> bool:
-    """Return whether rms_norm can run: fp32 or bf16 on the CPU, x contiguous, no gradient wanted."""
+    """Return whether rms_norm can run: fp32 or bf16 on the CPU, x contiguous, no gradient."""
     return (
         x.dtype is weight.dtype
         and x.dtype in DTYPES

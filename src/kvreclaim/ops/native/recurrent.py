@@ -1,7 +1,7 @@
 """Tokens of several sequences through a recurrent layer, from slot to slot
 (csrc/include/kvreclaim/recurrent.h): the convolution, the state and the gated norm in one call.
 
-Tokens are rows [T, R] and what PackedRuns says of them. What is before the first token of a sequence whose
+Tokens are rows [T, R], described by PackedRuns. What is before the first token of a sequence whose
 state is kept is prompt. No slot may be read and written, or be written twice.
 """
 
@@ -31,7 +31,7 @@ def missing_steps() -> str | None:
 class Convolution:
     """A causal convolution of each channel with SiLU behind it.
 
-    weight: [C, width] fp32 or bf16; bias: [C] alike
+    weight: [C, width] fp32 or bf16; bias: [C], same dtype
     places: (place in a row, number of channels) of runs of channels, in their order
     """
 

@@ -1,4 +1,4 @@
-"""Scores of the native back-end, straight from the blocks; ops/reference/ says what each function does."""
+"""Scores of the native back-end, straight from the blocks; ops/reference/ documents each function."""
 
 from __future__ import annotations
 

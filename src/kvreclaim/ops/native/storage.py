@@ -1,4 +1,4 @@
-"""Memory of the native back-end: allocation, writes, moves; ops/reference/ says what each function does."""
+"""Memory of the native back-end: allocation, writes, moves; ops/reference/ documents each function."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def allocate(
 ) -> KVCache:
     """An all-zero cache; see csrc/include/kvreclaim/layout.h for the layout.
 
-    Raises: InvalidArgumentError where unsupported_reason says so.
+    Raises: InvalidArgumentError if unsupported_reason gives a reason.
     """
     form = kv_format or plain_format(like.dtype)
     problem = unsupported_reason(Need(layers, block_size, like.dtype, like.device, form))
@@ -126,7 +126,7 @@ def prepare_blocks(cache: KVCache, block_ids: list[int]) -> None:
 
 
 def copy_blocks(cache: KVCache, pairs: list[tuple[int, int]]) -> None:
-    """reference.copy_blocks: whole blocks, whatever lies in them."""
+    """reference.copy_blocks: whole blocks in any format."""
     source, target = torch.tensor(pairs).unbind(1)
     for plane in cache.planes:
         plane[:, target] = plane[:, source]
@@ -140,7 +140,7 @@ def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor
         source_ids: [blocks] int64, the table before
         target_ids: [>= ceil(M / S)] int64, the table after, no block twice
 
-    A target block whose tokens stay is not touched. The order is ascending, so nothing is read after it
+    A target block that keeps its tokens is not touched. The order is ascending, so nothing is read after it
     was overwritten as long as a target block lies at the same or an earlier place in the old table, or in
     none; otherwise each head is gathered in scratch first. What lies past slot M in the last target is
     unspecified. Raises: ValueError, before anything moves, for slots or blocks outside their range.

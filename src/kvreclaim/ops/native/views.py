@@ -24,7 +24,7 @@ def cache_view(cache: KVCache) -> Any:
 
 
 def make_cache(cache: KVCache) -> Any:
-    """For `cached`: the extension's view of a cache."""
+    """Make the extension's view of a cache, for `cached`."""
     shape, form = cache.shape, cache.format
     dims = (*shape.units, shape.block_size, shape.k_dim, shape.v_dim)
     signs = tuple(sign_tensor(dim, cache.device) for dim in (shape.k_dim, shape.v_dim))
@@ -34,7 +34,7 @@ def make_cache(cache: KVCache) -> Any:
 
 
 def make_layer(layer: LayerCache) -> tuple[tuple[Any, int], tuple[Any, ...]]:
-    """For `cached`: a layer's cache and its place there, and its softmax, as the kernels take them."""
+    """Make a layer's kernel arguments, for `cached`: its cache, its place there and its softmax."""
     rule = layer.softmax
     return (cache_view(layer.cache), layer.index), (
         rule.scale,
@@ -45,7 +45,7 @@ def make_layer(layer: LayerCache) -> tuple[tuple[Any, int], tuple[Any, ...]]:
 
 
 def make_batch(batch: AttentionBatch) -> Any:
-    """For `cached`: the extension's view of a step's sequences."""
+    """Make the extension's view of a step's sequences, for `cached`."""
     if isinstance(batch, CellBatch):
         given = batch.given
         return native().Batch.from_arrays(
@@ -55,8 +55,8 @@ def make_batch(batch: AttentionBatch) -> Any:
 
 
 def make_runs(batch: AttentionBatch) -> Any:
-    """For `cached`: the same with at most EXACT_QUERIES rows per sequence. Cells of single heads stay whole:
-    they are those of compressed caches."""
+    """Make a view with at most EXACT_QUERIES rows per sequence, for `cached`. Cells of single heads stay
+    whole: they are those of compressed caches."""
     if isinstance(batch, CellBatch):
         return batch.cached("native", make_batch)
     return _view(batch, batch.runs(EXACT_QUERIES))

@@ -41,7 +41,7 @@ def paged_attention(q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tens
 
 
 def _own_sinks(softmax: Softmax, group: AttentionGroup, num_heads: int) -> Softmax:
-    """With KV heads as sequences, select each one's sinks: [n, H]."""
+    """Select each sequence's sinks when KV heads are sequences: [n, H]."""
     if softmax.sinks is None or len(softmax.sinks) == num_heads:
         return softmax
     every = softmax.sinks.view(-1, num_heads)
@@ -49,7 +49,7 @@ def _own_sinks(softmax: Softmax, group: AttentionGroup, num_heads: int) -> Softm
 
 
 def column_sums(q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tensor:
-    """How much attention each slot receives from the new tokens: the probabilities that paged_attention
+    """Sum the attention that each slot receives from the new tokens: the probabilities that paged_attention
     weighs the values with, summed over the queries and query heads of each
     KV head.
 

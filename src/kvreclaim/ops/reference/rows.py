@@ -1,4 +1,4 @@
-"""How the reference stores a layer: one row per slot in every plane, and what the rows stand for.
+"""Storage of a layer in the reference: one row per slot in every plane, and the meaning of the rows.
 
     plain   k [L, B, K, S, D] and v [L, B, K, S, Dv] of the format's dtype
     coded   k [.., S, D bits / 8], v [.., S, Dv bits / 8], parameters [.., S, P]; bytes (formats/codecs.py)
@@ -57,8 +57,8 @@ def allocate(
 
 
 def plain_view(cache: KVCache, form: KVFormat, block_size: int) -> KVCache:
-    """The bytes of a cache's codes as blocks of a plain format: of so many tokens each, whose keys and values
-    take what those of the cache's own block take. Parameters beside the codes stay unused."""
+    """The bytes of a cache's codes as blocks of a plain format: of so many tokens each, with keys and values
+    as large as those of the cache's own block. Parameters next to the codes stay unused."""
     shape = replace(cache.shape, block_size=block_size)
     planes = tuple(
         plane.view(form.number).view(*shape.units, block_size, dim)

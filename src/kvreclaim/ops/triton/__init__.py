@@ -1,8 +1,8 @@
 """The ops as Triton kernels for GPUs, and for Triton's interpreter on a CPU.
 
 Importing it never fails: without triton it has only unavailable_reason(), unsupported_reason() and
-describe(). ops/reference/ says what each function does; select_top is its sort, which a GPU does well,
-and column_sums its PyTorch, a second pass over the keys for policies that ask for attention mass.
+describe(). ops/reference/ documents each function; select_top is its sort, which a GPU does well,
+and column_sums its PyTorch, a second pass over the keys for policies that need attention mass.
 """
 
 import importlib.util

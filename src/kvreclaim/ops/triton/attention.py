@@ -54,7 +54,7 @@ class Parts(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """A compile-time argument: tiles of BLOCK_M rows (HeadTile) and BLOCK_N slots; what a layer asks for."""
+    """A compile-time argument: tiles of BLOCK_M rows (HeadTile) and BLOCK_N slots; a layer's options."""
 
     GROUP: int
     PIECES: int
@@ -177,10 +177,10 @@ def _with_rows(q: Tensor) -> Tensor:
     return q if q.stride(-1) == 1 else q.contiguous()
 
 
-def _heads(q: Tensor, cache: KVCache, wanted: int) -> HeadTile:
-    """A tile of about `wanted` rows. A latent key is so wide that no more fit."""
+def _heads(q: Tensor, cache: KVCache, num_rows: int) -> HeadTile:
+    """A tile of about `num_rows` rows. A latent key is so wide that no more fit."""
     group = q.shape[1] // cache.num_kv_heads
-    rows = max(wanted, padded(group))
+    rows = max(num_rows, padded(group))
     if cache.shape.latent:
         rows = min(rows, LATENT_ROWS)
     return HeadTile(rows, max(1, rows // group), triton.cdiv(group, rows))
@@ -193,7 +193,7 @@ def _operands(q: Tensor, cache: KVCache) -> torch.dtype:
 
 
 def _query_rows(q: Tensor, cache: KVCache) -> int:
-    """Half as many in fp32, whose tiles take twice the registers and shared memory, and a quarter of wide
+    """Half as many in fp32, because tiles take twice the registers and shared memory, and a quarter of wide
     rows."""
     if _operands(q, cache).itemsize == 2:
         return QUERY_ROWS

@@ -1,6 +1,6 @@
 """Device functions: rows of any format as tiles of numbers.
 
-What a code stands for is said in ops/formats: codecs.py and affine.py (groups of 4-bit codes).
+The meaning of codes is documented in ops/formats: codecs.py and affine.py (groups of 4-bit codes).
 Everything is integer arithmetic, table look-ups and fp32, in the order of the codecs, so that the numbers are
 the codecs' bit for bit; no type of 8 bits is needed. SIDE 0 is the keys (their stored dims), 1 the values.
 """
@@ -98,7 +98,7 @@ def _grid(pairs, step, first, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _step(table, s, z):
-    """The scale of a group of int4; z = 0 says that all of it is zero."""
+    """The scale of a group of int4; z = 0 marks a group of zeros."""
     return tl.where(z == 0, 0.0, tl.load(table + s))
 
 

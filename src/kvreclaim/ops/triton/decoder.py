@@ -40,7 +40,7 @@ def runs_on(device: torch.device) -> bool:
 
 
 def takes_norm(x: Tensor, weight: Tensor) -> bool:
-    """Return whether rms_norm can run: fp32, fp16 or bf16, no gradient wanted."""
+    """Return whether rms_norm can run: fp32, fp16 or bf16, no gradient."""
     return (
         x.dtype is weight.dtype
         and x.dtype in DTYPES

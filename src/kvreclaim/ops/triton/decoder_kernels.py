@@ -1,4 +1,4 @@
-"""What lies between the products of a decoder layer: RMS norms, rotary embedding, gates.
+"""Kernels between the products of a decoder layer: RMS norms, rotary embedding, gates.
 
 Computed in fp32 and rounded once, when stored. Tiles are ROWS by BLOCK numbers.
 """

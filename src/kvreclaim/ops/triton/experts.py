@@ -25,7 +25,7 @@ _KINDS: dict[torch.dtype, Any] = {torch.bfloat16: tl.bfloat16, torch.float16: tl
 
 @dataclass(frozen=True, slots=True)
 class RouterChoice:
-    """How a router chooses `top` experts of a token: the largest of the softmax of its logits.
+    """A router's choice of `top` experts per token: the largest of the softmax of its logits.
 
     sums_to_one: scores over their sum
     is_sigmoid:  scores are sigmoids; with a shift added they choose

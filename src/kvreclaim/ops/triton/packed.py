@@ -104,8 +104,8 @@ def _products(rows: Tensor, matrix: PackedMatrix, is_exact: bool) -> Tensor:
         return functional.linear(rows.to(dtype), unpack_rows(matrix, ids, dtype))[None]
     (count, columns), out = rows.shape, matrix.out_features
     tiles = triton.cdiv(count, BLOCK_M) * triton.cdiv(out, BLOCK_N)
-    wanted = max(1, 2 * num_processors(rows.device) // tiles)
-    step = max(LEAST_STEP, triton.cdiv(triton.cdiv(columns, wanted), BLOCK_K) * BLOCK_K)
+    num_splits = max(1, 2 * num_processors(rows.device) // tiles)
+    step = max(LEAST_STEP, triton.cdiv(triton.cdiv(columns, num_splits), BLOCK_K) * BLOCK_K)
     parts = triton.cdiv(columns, step)
     sums = torch.empty((parts, count, out), dtype=torch.float32, device=rows.device)
     keeps = keeps_16_bits(rows.dtype) and not is_exact

@@ -28,7 +28,7 @@ ROWS_AT_ONCE = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotPositions:
-    """Where slots stand, read by the kernels in the sequences' own tensors.
+    """Places of slots, read by the kernels in the sequences' own tensors.
 
     table:   [N, 4] int64 per sequence: address, length and the strides of layer and head of its slot
              positions; length 0 where it has none
@@ -85,7 +85,7 @@ class DecodeTables(Memo):
 def static_tables(
     block_table: Tensor, seq_lens: Tensor, shifts: Tensor, *, num_kv_heads: int, max_seq_len: int
 ) -> DecodeTables:
-    """Tables of n sequences, all of which ask one query, whose values may change between replays.
+    """Tables of n sequences with one query each. Their values may change between replays.
 
     Args:
         block_table: [n, W] int32, W blocks enough for max_seq_len tokens; seq_lens, shifts: [n] int32
@@ -138,7 +138,7 @@ def decode_tables(batch: AttentionBatch, num_kv_heads: int) -> DecodeTables | No
 
 
 def query_tiles(batch: AttentionBatch, size: int) -> Tensor | None:
-    """[tiles, 2] int32, sequence and first query of every `size` queries of the sequences that ask more
+    """[tiles, 2] int32, sequence and first query of every `size` queries of the sequences with more queries
     than one; None if there are none. Long sequences first, so that no long program starts last."""
 
     def make(batch: AttentionBatch) -> Tensor | None:

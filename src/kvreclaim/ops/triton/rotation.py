@@ -1,4 +1,4 @@
-"""The rotation of int4's and turboquant4's tiles in registers: ops/formats/hadamard.py says what it is."""
+"""The rotation of int4's and turboquant4's tiles in registers: ops/formats/hadamard.py defines it."""
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations

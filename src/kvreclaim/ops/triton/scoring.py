@@ -1,4 +1,4 @@
-"""Scores of cached keys: ops.scoring says what each function computes."""
+"""Scores of cached keys: ops.scoring documents each function."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def surrogate_scores(
 
 
 def _scored(tokens: PagedTokens) -> PagedTokens:
-    """The same tokens where kernels score them: a latent cache's codes as numbers, in blocks of their own."""
+    """Return the tokens as kernels score them: a latent cache's codes as numbers, in separate blocks."""
     cache = tokens.cache
     if not cache.shape.latent or cache.format.is_plain:
         return tokens
@@ -214,7 +214,7 @@ def _as_rows(x: Tensor, cache: KVCache) -> Tensor:
 
 
 def _decoded(cache: KVCache, form: VectorBytes) -> int:
-    """By how much the numbers of a token count: four bits take as many registers again to be decoded, but for
+    """Weight of a token's numbers: four bits take as many registers again to be decoded, but for
     wide rows, of which a tile has few tokens."""
     return 2 if form.bits == 4 and layout_of(cache).BLOCK_D <= 128 else 1
 

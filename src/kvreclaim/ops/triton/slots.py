@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def slot_rows(table, slots, valid, head, KV_HEADS: tl.constexpr, S: tl.constexpr):
-    """Where each slot of one head lies in a layer seen as rows [B * K * S, D]; int64, 0 where not valid."""
+    """Row of each slot of one head in a layer viewed as [B * K * S, D]; int64, 0 where not valid."""
     block = tl.load(table + slots // S, mask=valid, other=0).to(tl.int64)
     return (block * KV_HEADS + head) * S + slots % S
 

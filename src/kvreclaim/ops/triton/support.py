@@ -1,4 +1,4 @@
-"""Whether Triton's kernels can run here, and what they need to know about the machine.
+"""Availability of Triton's kernels, and facts about the machine that they need.
 
 Importing this needs no triton. Everything else in the package does.
 """
@@ -57,7 +57,7 @@ def _is_wide_fp32(need: Need, widest: int) -> bool:
 
 
 def describe() -> str:
-    """For the line that says which kernels run."""
+    """Text for the start line about kernels."""
     return "triton (interpreter)" if is_interpreted() else f"triton ({torch.cuda.get_device_name()})"
 
 
@@ -74,7 +74,7 @@ def keeps_16_bits(dtype: torch.dtype) -> bool:
 
 @cache
 def dot_precision(device: torch.device) -> str:
-    """How tl.dot multiplies fp32: three tf32 products where tensor cores have them (fp32 accuracy
+    """Precision of tl.dot in fp32: three tf32 products where tensor cores have them (fp32 accuracy
     without the registers that plain fp32 products of whole rows take), else plain fp32."""
     has_tf32 = device.type == "cuda" and torch.version.hip is None and _capability(device) >= (8, 0)
     return "tf32x3" if has_tf32 else "ieee"
@@ -101,7 +101,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def padded(dim: int) -> int:
-    """The power of two that a tile of this many columns takes; tl.dot wants 16."""
+    """Return the power of two that a tile of this many columns takes; tl.dot needs 16."""
     return max(16, 1 << (dim - 1).bit_length())
 
 

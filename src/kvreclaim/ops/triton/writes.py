@@ -22,7 +22,7 @@ ENCODED_NUMBERS = 4096
 
 
 def write_kv(layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-    """ops.reference.write_kv; a token whose slot is negative (a padding row of a replayed graph) is
+    """ops.reference.write_kv; a token with a negative slot (a padding row of a replayed graph) is
     written nowhere."""
     if slot_mapping.shape[0] == 0:
         return
