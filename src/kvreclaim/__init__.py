@@ -1,4 +1,4 @@
-"""LLM serving from a paged KV cache whose compression gives blocks back."""
+"""LLM serving from a paged KV cache with compression that frees blocks."""
 
 from importlib import import_module
 from importlib.metadata import version

@@ -31,11 +31,11 @@ class Chunk:
 class ChunkReuse:
     """Which tokens of a prompt's reused chunks are recomputed. Raises: InvalidArgumentError.
 
-    select: change:    tokens whose change affects the question: the score of deviation times the root of the
-                       score of question, and the first tokens of each chunk
+    select: change:    tokens with the largest effect of their change on the question: the score of deviation
+                       times the root of the score of question, and the first tokens of each chunk
             question:  tokens that the text after the last chunk attends to most, in late layers (InfoFlow,
                        arXiv 2603.05353), and the first tokens of each chunk
-            deviation: tokens whose values in the second layer change most (CacheBlend, arXiv 2405.16444)
+            deviation: tokens with the most changed values in the second layer (CacheBlend, arXiv 2405.16444)
             first:     the first tokens of each chunk (EPIC, arXiv 2410.15332)
             random, all, none: for comparison
     share:  recomputed share of the reusable tokens; unused by all and none

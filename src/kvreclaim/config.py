@@ -38,14 +38,14 @@ SKIPPED_LAYERS = ("sliding_window",)
 
 
 def format_name(name: object) -> str:
-    """The name in KV_CACHE_DTYPES of a format or its alias. Raises: InvalidArgumentError."""
+    """Return the name in KV_CACHE_DTYPES of a format or its alias. Raises: InvalidArgumentError."""
     known = KV_CACHE_DTYPE_ALIASES.get(name, name) if isinstance(name, str) else name
     check_choice("kv_cache_dtype", known, KV_CACHE_DTYPES)
     return str(known)
 
 
 def format_names(names: Sequence[object]) -> tuple[str, ...]:
-    """The names of several formats, each once. Raises: InvalidArgumentError."""
+    """Return the names of several formats, each once. Raises: InvalidArgumentError."""
     require(bool(names), "kv_cache_dtype names no format; pass auto or, for example, bf16,int8,int4.")
     return tuple(dict.fromkeys(map(format_name, names)))
 

@@ -45,7 +45,7 @@ def find(
 
 
 def _load(group: str, name: str, noun: str) -> tuple[Any, str] | None:
-    """The object of an entry point and where it is; None if there is none.
+    """Return the object of an entry point and where it is; None if there is none.
 
     noun: what it should be, for the message. Raises: InvalidArgumentError if it cannot be imported.
     """

@@ -161,7 +161,7 @@ KV_BYTES: Mapping[str, KVBytes] = MappingProxyType(
 
 
 def kv_bytes(name: str, model_dtype: str) -> KVBytes:
-    """The format that --kv-cache-dtype names; "auto" is the model's dtype, by any of its names.
+    """Return the format that --kv-cache-dtype names; "auto" is the model's dtype, by any of its names.
 
     Raises: InvalidArgumentError.
     """

@@ -94,7 +94,7 @@ def real_model() -> Path | None:
 
 
 def real_gguf() -> Path | None:
-    """The 4-bit GGUF file that real_model() was made from; None if it is not there."""
+    """Return the 4-bit GGUF file that real_model() was made from; None if it is not there."""
     directory = real_model()
     return None if directory is None else next(iter(directory.glob("*.gguf")), None)
 
@@ -130,7 +130,7 @@ def lacks(directory: Path) -> str | None:
 
 
 def source_of(directory: Path) -> dict[str, Any] | None:
-    """The source file of a fetched model: layout, source and files; None if there is none."""
+    """Return the source file of a fetched model: layout, source and files; None if there is none."""
     try:
         contents = json.loads((directory / SOURCE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

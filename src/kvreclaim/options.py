@@ -89,7 +89,7 @@ class Setting:
 
 @cache
 def settings_of(config: type) -> Mapping[str, Setting]:
-    """The options of a dataclass, by name."""
+    """Return the options of a dataclass, by name."""
     own = [each for each in fields(config) if KEY in each.metadata]
     hints = get_type_hints(config) if own else {}
     found = {}

@@ -1,5 +1,5 @@
-"""Temporary files and directories next to their targets. Each is locked while its process lives, which tells
-what a killed process left over from what is in use, in containers that share a volume, too."""
+"""Temporary files and directories next to their targets. Each is locked while its process lives. The lock
+distinguishes files in use from those of a killed process, also in containers that share a volume."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ ROWS = 8
 
 
 def candidates(budget: int, span: int) -> tuple[SparsePrefill, ...]:
-    """The three patterns, each of which reads about so many tokens before a tile; a distance takes two
+    """Return the three patterns, each of which reads about so many tokens before a tile; a distance takes two
     blocks. span: tokens that look for columns and distances together"""
     common = {"block": BLOCK, "layers": 0, "last": 1}
     return (

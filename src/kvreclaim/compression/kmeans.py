@@ -119,7 +119,7 @@ def _members(labels: Tensor, num_clusters: int) -> Tensor:
 
 
 def _reseed(points: Tensor, grouping: _Grouping) -> Tensor:
-    """The means, with the n-th empty cluster of a head moved to its n-th farthest point."""
+    """Return the means, with the n-th empty cluster of a head moved to its n-th farthest point."""
     empty = grouping.counts == 0
     if not bool(empty.any()):
         return grouping.means

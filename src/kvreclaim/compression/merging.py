@@ -30,7 +30,7 @@ def merge_clusters(clusters: Clusters, min_weight: float, min_distance: float) -
 
 
 def num_distinct(weights: Tensor) -> int:
-    """The most clusters with members that any head has: weights [..., C]."""
+    """Return the most clusters with members that any head has: weights [..., C]."""
     return int((weights > 0).sum(dim=-1).max())
 
 
@@ -64,7 +64,7 @@ def _spread(mu: Tensor, var: Tensor, weights: Tensor) -> float:
 
 
 def _pool(mu: Tensor, var: Tensor, weights: Tensor, pair: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """The two clusters of the pair as one, put last."""
+    """Return the two clusters of the pair as one, put last."""
     both = list(pair)
     share = weights[both] / weights[both].sum()
     mean = share @ mu[both]

@@ -96,7 +96,7 @@ def _rotation_problem(facts: ModelFacts) -> str | None:
 def layer_stats(
     policy: CompressionPolicy, given: StatsSource | tuple[LayerStats, ...] | None, facts: ModelFacts
 ) -> tuple[LayerStats, ...]:
-    """The statistics of every layer, on the model's device; a tuple is that already.
+    """Return the statistics of every layer, on the model's device; a tuple is that already.
 
     Raises: InvalidArgumentError if there are none or they lack what the policy needs; StatsMismatchError if
         they are malformed or of another model.
@@ -132,7 +132,7 @@ def require_centers(policy: CompressionPolicy, stats: tuple[LayerStats, ...]) ->
 
 
 def required_stats(policy: CompressionPolicy, given: StatsSource | None) -> QueryStats:
-    """The statistics, loaded. Raises InvalidArgumentError if they lack what the policy needs."""
+    """Return the statistics, loaded. Raises InvalidArgumentError if they lack what the policy needs."""
     if given is None:
         raise InvalidArgumentError(
             f"policy {policy.name} needs query statistics and none were given; {RECALIBRATE} "

@@ -135,7 +135,7 @@ class StatsBuilder:
         self._keys[layer] = mean, _energy(keys)
 
     def build(self) -> QueryStats:
-        """The statistics, with as many centres as the head with the most distinct ones has.
+        """Return the statistics, with as many centres as the head with the most distinct ones has.
 
         Raises: InvalidArgumentError if a layer is missing.
         """

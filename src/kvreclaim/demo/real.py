@@ -89,7 +89,7 @@ def run_real(model: Path, plan: RealPlan, on_progress: OnProgress) -> RealReport
     )
     talks = Conversations(llm, plan, best)
     on_progress("a conversation")
-    asked = talks.ask()
+    questions = talks.ask()
     load = []
     for fraction in plan.shares:
         on_progress(f"load, {label(best, fraction)}")
@@ -105,7 +105,7 @@ def run_real(model: Path, plan: RealPlan, on_progress: OnProgress) -> RealReport
         num_talk_tokens=plan.num_talk_tokens,
         num_load_tokens=plan.num_load_tokens,
         rows=grid.rows,
-        asked=asked,
+        asked=questions,
         load=load,
         elapsed_s=time.perf_counter() - started,
     )
@@ -127,7 +127,7 @@ class Conversations:
 
     def ask(self) -> list[CodeQuestion]:
         """Request the code of each text from the full cache and from ours; print answers as they arrive."""
-        asked = []
+        questions = []
         for number in range(self.plan.num_talks):
             text, (name, code) = self._text(number, self.plan.num_talk_tokens)
             question = f"What is the access code of {name}?"
@@ -137,8 +137,8 @@ class Conversations:
                 params = SamplingParams(temperature=0.0, max_tokens=24)
                 out = self.llm.generate([prompt], params, self._compression(fraction, len(prompt)))[0]
                 answers[label(self.policy, fraction)] = out.outputs[0].text.strip()
-            asked.append(CodeQuestion(question=question, code=code, answers=answers))
-        return asked
+            questions.append(CodeQuestion(question=question, code=code, answers=answers))
+        return questions
 
     def load(self, fraction: float | None) -> LoadRun:
         """Many conversations at once in a pool that the full cache of all of them does not fit."""
@@ -174,11 +174,11 @@ class Conversations:
         rng = random.Random(f"talk:{number}")
         (fact,) = draw_facts(rng, 1)
         tokenizer = self.llm.tokenizer
-        said = tokenizer.encode(f" {fact_text(*fact)}", add_special_tokens=False)
+        tokens = tokenizer.encode(f" {fact_text(*fact)}", add_special_tokens=False)
         passage = self.passages.window(number, num_tokens - _AROUND)
-        return str(tokenizer.decode(woven(rng, passage, [said])[0])), fact
+        return str(tokenizer.decode(woven(rng, passage, [tokens])[0])), fact
 
 
 def label(policy: str, fraction: float | None) -> str:
-    """The name of a column in the tables."""
+    """Return the name of a column in the tables."""
     return "full" if fraction is None else f"{policy} {fraction:.0%}"

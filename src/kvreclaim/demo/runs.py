@@ -137,7 +137,7 @@ def _score(scorer: LLM, examples: Sequence[Example], config: CompressionConfig |
 def _generate(
     llm: LLM, examples: Sequence[Example], config: CompressionConfig | None
 ) -> tuple[list[RequestOutput], list[StepStats], dict[str, Any]]:
-    """The examples' prompts continued greedily, each to its trace's length."""
+    """Return the examples' prompts continued greedily, each to its trace's length."""
     params = [SamplingParams(temperature=0.0, max_tokens=len(e.trace), ignore_eos=True) for e in examples]
     return generate_batch(llm, [list(e.prompt) for e in examples], params, config)
 

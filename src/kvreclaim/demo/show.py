@@ -93,10 +93,10 @@ def show_real(console: Console, report: RealReport) -> None:
         style="dim",
     )
     console.print(f"\nAsked about {report.num_talk_tokens} tokens of text with a code in it", style="bold")
-    for asked in report.asked:
-        console.print(f"{asked.question} [dim](it is {asked.code})[/dim]")
-        for label, answer in asked.answers.items():
-            console.print(f"{label:>24}  {'right' if asked.code in answer else 'wrong'}  {answer!r}")
+    for each in report.asked:
+        console.print(f"{each.question} [dim](it is {each.code})[/dim]")
+        for label, answer in each.answers.items():
+            console.print(f"{label:>24}  {'right' if each.code in answer else 'wrong'}  {answer!r}")
     crowd = (
         f"{report.load[0].num_requests} conversations about {report.num_load_tokens} tokens each at once in "
         f"{report.num_blocks} blocks"
@@ -115,10 +115,10 @@ def _text_table(report: RealReport) -> Table:
     needles, prose = ([row for row in report.rows if row.task == task] for task in REAL_TASKS)
     pairs = sorted(zip(needles, prose, strict=True), key=lambda pair: -(pair[0].fraction or 0))
     rows = [
-        asked.model_dump()
-        | {"needles": asked.value, "perplexity": read.value}
-        | {"kib": None if asked.kv_bytes is None else asked.kv_bytes / 2**10}
-        for asked, read in pairs
+        needle.model_dump()
+        | {"needles": needle.value, "perplexity": read.value}
+        | {"kib": None if needle.kv_bytes is None else needle.kv_bytes / 2**10}
+        for needle, read in pairs
     ]
     for line, (row, _), after in zip(cells(TEXT, rows), pairs, [*pairs[1:], pairs[-1]], strict=True):
         table.add_row(*line, end_section=after[0].fraction != row.fraction)
@@ -154,7 +154,7 @@ def _print_charts(console: Console, title: str, runs: Sequence[PoolRun], num_blo
 
 
 def _sparkline(values: Sequence[int], width: int, top: int) -> str:
-    """The maximum of each of `width` stretches of the series, as a bar."""
+    """Return the maximum of each of `width` stretches of the series, as a bar."""
     edges = [round(i * len(values) / width) for i in range(width + 1)]
     peaks = [max(values[a : max(b, a + 1)]) for a, b in pairwise(edges)]
     return "".join(BARS[min(len(BARS) - 1, -(-peak * (len(BARS) - 1) // top))] for peak in peaks)

@@ -43,12 +43,12 @@ class AttentionCall:
     is_stored: bool = False
 
     def part(self, rows: slice | Tensor) -> AttentionCall:
-        """The call of these tokens."""
+        """Return the call of these tokens."""
         hidden = None if self.hidden is None else self.hidden[rows]
         return replace(self, q=self.q[rows], k=self.k[rows], v=self.v[rows], hidden=hidden)
 
     def served_by(self, layer: LayerCache) -> LayerCache:
-        """The layer's place in the cache, itself.
+        """Return the layer's place in the cache, itself.
 
         Raises: UnsupportedModelError if the softmax differs from the probed one.
         """
@@ -79,7 +79,7 @@ class LatentCall:
     weights: UpProjection
 
     def part(self, rows: slice | Tensor) -> LatentCall:
-        """The call of these tokens."""
+        """Return the call of these tokens."""
         return replace(self, call=self.call.part(rows))
 
     def queries(self, rows: slice | Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def measured_fields(config: Any) -> dict[str, Any]:
 
 
 def _without(fields: Mapping[str, Any], left_out: frozenset[str]) -> dict[str, Any]:
-    """The fields, and those of configs within, that are not left out."""
+    """Return the fields, and those of configs within, that are not left out."""
     return {
         name: _without(value, left_out) if isinstance(value, dict) else value
         for name, value in sorted(fields.items())

@@ -143,7 +143,7 @@ class NativeModel:
 
 @torch.inference_mode()
 def proved(module: Any, seen: LayerTrial, ops: ModuleType) -> NativeLayer | None:
-    """The layer in calls of the kernels, if it does with the trial's arguments what the module did."""
+    """Return the layer in calls of the kernels, if it does with the trial's arguments what the module did."""
     form = _form(seen, ops)
     if form is None:
         return None
@@ -161,7 +161,7 @@ def proved(module: Any, seen: LayerTrial, ops: ModuleType) -> NativeLayer | None
 
 
 def mlp_parts(found: LayerModules, form: LayerForm, ops: ModuleType) -> list[Any]:
-    """The last arguments of ops.DecoderLayer."""
+    """Return the last arguments of ops.DecoderLayer."""
     if found.mlp is not None:
         return [found.mlp]
     return [joined(found.gate_up, form.before[1], ops), single(found.down, ops, is_gated=True)]
@@ -221,7 +221,7 @@ def are_alike(found: LayerModules) -> bool:
 
 
 def _pairs(native: NativeLayer, seen: LayerTrial) -> list[tuple[Tensor, Tensor]]:
-    """The layer's queries, keys, values and output, each with that of the trial."""
+    """Return the layer's queries, keys, values and output, each with that of the trial."""
     trial, call = TrialBatch(), seen.call
     out = native(seen.states, **{**seen.kwargs, "kv_batch": trial})
     again = trial.calls[native.layer]
@@ -245,7 +245,7 @@ def agree(got: Tensor, want: Tensor, dtype: torch.dtype | None = None) -> bool:
 
 
 def norm_of(module: Any) -> Norm | None:
-    """The norm of a module on kernels (NativeNorm); None of None."""
+    """Return the norm of a module on kernels (NativeNorm); None of None."""
     return None if module is None else Norm(module.weight, module.forward.eps, module.forward.from_one)
 
 

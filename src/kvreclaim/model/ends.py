@@ -39,7 +39,7 @@ def directory_ends(name: str, tokenizer: Tokenizer | None, config: Any) -> froze
 
 
 def _ends(config: Any, tokenizer: Tokenizer | None, *declared: Ids) -> frozenset[int]:
-    """The given end tokens, and those of tokenizer, chat template and config.
+    """Return the given end tokens, and those of tokenizer, chat template and config.
 
     A config's default from its class counts only if there is no other value: the 2 of LlamaConfig is
     "#" in Llama 3.
@@ -58,7 +58,7 @@ def _all(*declared: Ids) -> set[int]:
 
 
 def _template_end(tokenizer: Tokenizer) -> int | None:
-    """The special token that the chat template writes right behind an assistant's message."""
+    """Return the special token that the chat template writes right behind an assistant's message."""
     if not tokenizer.chat_template:
         return None
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}]

@@ -190,7 +190,7 @@ class HubGguf:
 
 
 def _from_hub(repo: str, patterns: list[str], ignore_patterns: list[str] | None = None) -> Path:
-    """The hub's own folder with these files. Raises: FetchError."""
+    """Return the hub's own folder with these files. Raises: FetchError."""
     from huggingface_hub import snapshot_download
 
     reason = why_not_on_hub(repo)

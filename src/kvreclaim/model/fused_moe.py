@@ -82,7 +82,7 @@ def _proved(module: nn.Module) -> FusedMoe | None:
 
 
 def _fused(module: nn.Module) -> FusedMoe | None:
-    """The module's parts, if there are no others."""
+    """Return the module's parts, if there are no others."""
     parts: dict[nn.Module, Any] = {each: vars(each).get("forward") for each in module.modules()}
     routers, experts, mlps = (
         [each for each in parts.items() if isinstance(each[1], kind)]

@@ -96,7 +96,7 @@ def _write_ends(ends: frozenset[int], config: Any, directory: Path) -> None:
 
 
 def _opened(file: Path) -> tuple[GgufIndex, Tokenizer, PreTrainedModel]:
-    """The index, and what transformers makes of the header; the model is in bf16 and has no memory."""
+    """Return the index, and what transformers makes of the header; the model is in bf16 and has no memory."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     index = GgufIndex(file)

@@ -141,7 +141,7 @@ class GgufIndex:
         return sum(math.prod(tensor.shape) for tensor in self.weights)
 
     def num_layers(self) -> int:
-        """The number of layers. Sizes that memory is allocated by are compared with the tensors.
+        """Return the number of layers. Sizes that memory is allocated by are compared with the tensors.
 
         Raises: ValueError where one is missing, or larger than any tensor.
         """

@@ -148,7 +148,7 @@ def _transform(own: KeyStats, layer: LayerFacts, facts: ModelFacts) -> KeyTransf
 
 
 def _rotated_mean(mean: Tensor, rope: RopeLayout, max_position: int) -> Tensor:
-    """The mean of keys [K, D] over positions, from that before rotation."""
+    """Return the mean of keys [K, D] over positions, from that before rotation."""
     if rope.num_bands == 0:
         return mean
     longest = max(SHORTEST, min(max_position, LONGEST))

@@ -27,8 +27,8 @@ def use_latent_cache(model: nn.Module) -> str:
     """Let every attention layer of a model with multi-head latent attention hand out latents.
 
     All layers or none, since one block table serves them all. A layer qualifies if its up-projection is a
-    plain linear layer without bias, and its own expand_kv, tried on random latents, gives what that weight
-    says. Only the instances change. Calling it again changes nothing.
+    plain linear layer without bias, and its own expand_kv, tried on random latents, agrees with that weight.
+    Only the instances change. Calling it again changes nothing.
 
     Returns: one line that describes the cache; "" for a model without latents.
     """
@@ -51,12 +51,12 @@ def _has_latents(module: nn.Module) -> bool:
 
 
 def hands_out_latents(module: nn.Module) -> bool:
-    """Return whether the module gives its attention function latents in place of keys and values."""
+    """Return whether the module passes latents instead of keys and values to its attention function."""
     return vars(module).get(EXPAND) is _latents
 
 
 def up_projection(module: Any) -> UpProjection:
-    """The module's up-projection by head: views of its weight."""
+    """Return the module's up-projection by head: views of its weight."""
     rows = (module.num_heads, module.qk_nope_head_dim + module.v_head_dim, module.kv_lora_rank)
     w_uk, w_uv = module.kv_b_proj.weight.view(rows).split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
     return UpProjection(w_uk, w_uv)

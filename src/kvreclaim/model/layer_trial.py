@@ -157,7 +157,7 @@ def _modules(layer: Any, runs: list[_Run], *, is_latent: bool) -> LayerModules |
 
 
 def _places(part: _Run, linears: list[_Run], norms: list[_Run]) -> dict[str, Any] | None:
-    """The modules of attention with keys and values of heads."""
+    """Return the modules of attention with keys and values of heads."""
     inputs = [run.module for run in linears if run.given is part.given]
     if not inputs or len(linears) != len(inputs) + 1:
         return None

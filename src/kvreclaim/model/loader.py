@@ -200,7 +200,7 @@ def _packed_source(name: str, config: Any) -> WeightSource | None:
 
 
 def _layer_ops(kernels: str, device: torch.device) -> ModuleType | None:
-    """The kernels of a model's layers: ops.native.decoder, ops.triton.decoder, or None for torch's."""
+    """Return the kernels of a model's layers: ops.native.decoder, ops.triton.decoder, or None for torch's."""
     if kernels in ("auto", "native") and device.type == "cpu":
         return importlib.import_module("kvreclaim.ops.native.decoder")
     if kernels != "triton" and (kernels != "auto" or device.type != "cuda"):

@@ -93,7 +93,7 @@ def use_native_mixers(layers: RecurrentLayers) -> str:
 
 
 def _projections(module: Any) -> list[Any] | None:
-    """The linear layers in front, if these and the others are of kinds that the kernels take."""
+    """Return the linear layers in front, if these and the others are of kinds that the kernels take."""
     found = next((each for names in NAMES if None not in (each := _parts(module, names))), None)
     if found is None:
         return None

@@ -45,7 +45,7 @@ def _looks_known(module: nn.Module) -> bool:
 
 @torch.inference_mode()
 def _proved(module: Any, model: PreTrainedModel) -> NativeModel | None:
-    """The forward in a loop over the layers, if it makes of trial tokens what transformers' makes."""
+    """Return the forward in a loop over the layers, if it makes of trial tokens what transformers' makes."""
     inputs = trial_inputs(model)
     try:
         output = type(module).forward(module, **inputs, kv_batch=TrialBatch())

@@ -106,7 +106,7 @@ def use_fast_norms(model: nn.Module, ops: ModuleType = native_layers) -> str:
 
 
 def _eps(module: nn.Module, ops: ModuleType) -> float | None:
-    """The module's eps if it could be a norm, else None."""
+    """Return the module's eps if it could be a norm, else None."""
     own = list(module.parameters())
     plain = len(own) == 1 and not list(module.buffers()) and not list(module.children())
     if not plain or "forward" in vars(module) or len(inspect.signature(module.forward).parameters) != 1:

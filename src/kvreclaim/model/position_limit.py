@@ -45,7 +45,7 @@ def position_limit(config: Mapping[str, Any], known: int) -> int:
 
 
 def _rotations(config: Mapping[str, Any]) -> list[Rope]:
-    """The rotation of all layers, or that of each type of layers."""
+    """Return the rotation of all layers, or that of each type of layers."""
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     _check("the whole", given, isinstance(given, Mapping), "an object")
     return [each for each in given.values() if isinstance(each, Mapping)] or [given]

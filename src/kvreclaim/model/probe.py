@@ -131,7 +131,7 @@ def _check_uniform(layers: list[LayerFacts], name: str) -> None:
 
 
 def positions_of(config: Any) -> int:
-    """The longest sequence that transformers' config of a language model is made for. Raises:
+    """Return the longest sequence that transformers' config of a language model is made for. Raises:
     InvalidArgumentError."""
     known = int(getattr(config, "max_position_embeddings", 0) or 0) or 2**31 - 1
     return position_limit(config.to_dict(), known)

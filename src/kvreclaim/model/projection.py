@@ -20,7 +20,7 @@ def output_projections(model: nn.Module, facts: ModelFacts) -> tuple[Tensor, ...
     o @ W_o[h] to the residual stream (through a norm, in models that have one there).
 
     Raises: InvalidArgumentError naming the layer where no linear layer of the right shape is found, and for
-    a model whose cache holds latents: there a head's output is not yet its values' (W_uv comes in between).
+    a model with a cache of latents: there a head's output is not yet its values' (W_uv comes in between).
     """
     if any(layer.latent for layer in facts.layers):
         raise InvalidArgumentError(
@@ -59,7 +59,7 @@ def value_grams(model: nn.Module, facts: ModelFacts) -> Iterator[Tensor]:
 
 
 def _linears(model: nn.Module, facts: ModelFacts) -> list[Any]:
-    """The linear layer behind each layer's attention, plain or packed; None where there is none."""
+    """Return the linear layer behind each layer's attention, plain or packed; None where there is none."""
     owners: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         index = getattr(module, "layer_idx", None)

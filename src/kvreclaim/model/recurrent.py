@@ -93,11 +93,11 @@ class RecurrentLayers:
         return "; prompts after a state token by token" if slow else ""
 
     def begin(self, step: StateStep) -> None:
-        """The next pass is this step."""
+        """Begin a pass with this step."""
         self.step = step
 
     def end(self) -> None:
-        """The pass is over."""
+        """End the pass."""
         self.step = None
 
     @contextmanager

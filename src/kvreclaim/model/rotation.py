@@ -13,7 +13,7 @@ from kvreclaim.errors import UnsupportedModelError
 
 
 def frequencies_in(module: nn.Module) -> list[Tensor]:
-    """The distinct inv_freq buffers of a model, float64 on its device."""
+    """Return the distinct inv_freq buffers of a model, float64 on its device."""
     found: list[Tensor] = []
     for key, buffer in module.named_buffers():
         if not key.endswith("inv_freq") or "original" in key.rsplit(".", 1)[-1]:

@@ -112,7 +112,7 @@ class Choice:
 
 
 def choose_backend(kernels: str, need: Need) -> Choice:
-    """The named back-end, or for "auto" the fastest one that can serve the need.
+    """Return the named back-end, or for "auto" the fastest one that can serve the need.
 
     Raises: InvalidArgumentError for an unknown name, or a named back-end that cannot serve it.
     """

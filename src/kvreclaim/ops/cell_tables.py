@@ -118,6 +118,6 @@ class CellMoves:
 
 
 def _of_rows(cells: np.ndarray, order: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The first cells of rows [L, K, W] in this order, so many of each, behind one another: int64."""
+    """Return the first cells of rows [L, K, W] in this order, so many of each, behind one another: int64."""
     rows = cells.reshape(-1, cells.shape[-1])[order]
     return rows[np.arange(rows.shape[1]) < lengths[:, None]].astype(np.int64)

@@ -35,7 +35,7 @@ def cell_view(cache: KVCache) -> KVCache:
 
 
 def cell_layers(cache: KVCache) -> tuple[LayerCache, ...]:
-    """The one layer of the cell view as each layer of the model attends over it, made once."""
+    """Return the one layer of the cell view as each layer of the model attends over it, made once."""
 
     def make(view: KVCache) -> tuple[LayerCache, ...]:
         return tuple(replace(view.layers[0], softmax=softmax) for softmax in cache.softmaxes)
@@ -75,7 +75,7 @@ def natural_cells(cache: KVCache, block_ids: np.ndarray) -> np.ndarray:
 
 
 def blocks_of(cache: KVCache, cells: np.ndarray) -> np.ndarray:
-    """The block that each cell lies in, in the shape of `cells`."""
+    """Return the block that each cell lies in, in the shape of `cells`."""
     return cells // cache.num_kv_heads % cache.num_blocks
 
 

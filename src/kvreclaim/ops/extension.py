@@ -31,7 +31,7 @@ def unavailable_reason() -> str | None:
 
 
 def native() -> Any:
-    """The extension module. Raises: InvalidArgumentError if it is not there."""
+    """Return the extension module. Raises: InvalidArgumentError if it is not there."""
     if _module is None:
         raise InvalidArgumentError(f"kernels is 'native', but {_reason}; pass kernels='reference'.")
     return _module

@@ -40,11 +40,11 @@ class KeyTransform:
         return -self.center / self.scale
 
     def restored(self, stored: Tensor) -> Tensor:
-        """The keys that a cache stores so, in the memory of what it stores."""
+        """Return the keys that a cache stores so, in the memory of what it stores."""
         return stored.mul_(self.scale).add_(self.center)
 
     def rows(self, index: Tensor | slice) -> KeyTransform:
-        """The transforms of some heads, in this order."""
+        """Return the transforms of some heads, in this order."""
         return KeyTransform(self.scale[index], self.center[index])
 
     def to(self, device: torch.device, dtype: torch.dtype) -> KeyTransform:

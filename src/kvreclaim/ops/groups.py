@@ -1,8 +1,8 @@
-"""Which layers of a model share block tables.
+"""Groups of a model's layers that share block tables.
 
 A block of the pool holds a block of tokens in every layer with full attention. Layers with sliding windows
-beside those are put into groups of as many (the last group maybe of fewer), each with tables of its own over
-blocks of the same pool: such a block holds a block of tokens in the layers of one group. Layers that attend
+form groups of the same number of layers (the last group may have fewer), each with its own tables over blocks
+of the same pool: such a block holds a block of tokens in the layers of one group. Layers that attend
 within chunks are windows, too: their tables begin at the chunk's first token.
 """
 

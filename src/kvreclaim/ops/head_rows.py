@@ -67,7 +67,7 @@ class HeadRows:
         return [self.flat[start : start + count] for start, count in places]
 
     def take(self, slots: HeadRows) -> HeadRows:
-        """The numbers at these slots of each row."""
+        """Return the numbers at these slots of each row."""
         index = slots.flat + spread(self.starts, slots.counts, self.flat.device)
         return HeadRows(self.flat.index_select(0, index), slots.counts)
 

@@ -22,7 +22,7 @@ class Memo:
     _memo: dict[str, Any] = field(init=False, default_factory=dict, repr=False)
 
     def cached(self, key: str, make: Callable[[Self], T]) -> T:
-        """The value that `make` derives from it, made at the first call."""
+        """Return the value that `make` derives from it, made at the first call."""
         if key not in self._memo:
             self._memo[key] = make(self)
         return self._memo[key]
@@ -126,7 +126,7 @@ class PagedTokens:
 
     block_ids: [blocks] int64 on the cache's device
     heads:     of cells (ops/cells.py) of transformed keys: [blocks] int64, the KV head that each belongs to,
-               wherever it lies; a row of the layer's KeyTransform
+               in any place; a row of the layer's KeyTransform
     """
 
     layer: LayerCache

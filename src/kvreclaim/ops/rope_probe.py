@@ -31,7 +31,7 @@ def loudest(embeddings: Tensor) -> int:
 
 
 def find_rope(queries: Tensor | None, keys: Tensor, frequencies: Sequence[Tensor]) -> RopeLayout | None:
-    """The layout under which queries and keys, un-rotated, are the same at every position.
+    """Return the layout under which queries and keys, un-rotated, are the same at every position.
 
     Args:
         queries:     [T, H, D] of one token at POSITIONS, rotated; None where there are only keys

@@ -83,7 +83,7 @@ def grouped_products(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def trig_norm_scores(keys: Tensor, queries: Tensor, weights: Tensor | None, layout: RopeLayout) -> Tensor:
-    """The two products of TriAttention: with turned queries, and of band norms with weights.
+    """Return the two products of TriAttention: with turned queries, and of band norms with weights.
 
         max_r queries[h, r] . K[t]  +  sum_f weights[h, f] |K_f[t]|
 

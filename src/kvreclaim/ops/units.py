@@ -50,7 +50,7 @@ def gather_units(backend: Backend, cache: KVCache, cells: Tensor, slots: Tensor,
 
 def unit_tokens(backend: Backend, cache: KVCache, cells: Tensor, layer_head: Tensor) -> tuple[Tensor, Tensor]:
     """Keys [n, S, D] and values [n, S, Dv] in cells [n] int64, copies in the format's number; layer_head:
-    [n, 2] int64, whose keys each holds."""
+    [n, 2] int64, layer and head of each cell."""
     heads = (layer_head[:, 0] * cache.num_kv_heads + layer_head[:, 1]).to(cells.device)
     tokens = head_tokens(cache, 0, cells, len(cells) * cache.block_size, heads)
     k, v = backend.gather_tokens(tokens)

@@ -31,8 +31,8 @@ class SharedRun:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """runs: from the top down, MAX_ROWS at most; num_spared: blocks that would be taken besides if nothing
-    were shared."""
+    """runs: from the top down, MAX_ROWS at most; num_spared: additional blocks that would be taken
+    without sharing."""
 
     runs: tuple[SharedRun, ...]
     num_spared: int

@@ -29,7 +29,7 @@ def method_names() -> tuple[str, ...]:
 
 
 def make_method(text: str) -> SparsePrefill | None:
-    """The method that is written as name or name(option=value, ...); None for "dense".
+    """Return the method that is written as name or name(option=value, ...); None for "dense".
 
     Raises: InvalidArgumentError for an unknown name, option or value.
     """

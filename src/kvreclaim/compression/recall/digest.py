@@ -41,7 +41,7 @@ class Digests:
         return numbers[..., 0, :], numbers[..., 1, :]
 
     def __getitem__(self, index: int) -> Digests:
-        """The digests at one index of the first dim: views."""
+        """Return the digests at one index of the first dim: views."""
         return Digests(self.codes[index], self.scale[index], self.value[index])
 
     def put(self, at: tuple[Tensor, ...], other: Digests) -> None:

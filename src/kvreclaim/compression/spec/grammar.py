@@ -93,7 +93,7 @@ class _Parser:
         raise InvalidArgumentError(f"{self.noun} {self.text!r} is no name: {reason}; {_FORMS}.")
 
     def peek(self, ahead: int = 0) -> str:
-        """The next token; "" past the end."""
+        """Return the next token; "" past the end."""
         place = self.place + ahead
         return self.tokens[place] if place < len(self.tokens) else ""
 

@@ -95,7 +95,7 @@ class RecurrentGroup(GroupManager):
         return self._held_by(seq_id).slot
 
     def pending(self, seq_id: int) -> list[int]:
-        """The slots that its next step writes; of a companion, those lent to its target."""
+        """Return the slots that its next step writes; of a companion, those lent to its target."""
         found = self._held_by(seq_id).pending
         assert found is not None, f"sequence {seq_id} computes nothing in this step"
         return found

@@ -77,11 +77,11 @@ class StateSlots(Generic[Key]):
         return sum(map(self._is_live, self._kept))
 
     def find(self, key: Key) -> int | None:
-        """The slot of the state behind this block."""
+        """Return the slot of the state behind this block."""
         return self._kept.get(key)
 
     def use(self, key: Key) -> int:
-        """The slot of a kept state, which becomes the most recently used one."""
+        """Return the slot of a kept state, which becomes the most recently used one."""
         slot = self._kept[key] = self._kept.pop(key)
         return slot
 

@@ -79,7 +79,7 @@ class WindowGroup(GroupManager):
         return self.window.fit(lambda i: self._row(entries[i]) is not None, most, self.block_size)
 
     def hits(self, entries: Sequence[Entry]) -> tuple[Row, ...]:
-        """The rows that a sequence which begins with these entries sees; fit allows all of them."""
+        """Return the rows that a sequence which begins with these entries sees; fit allows all of them."""
         first = self.window.first_entry(len(entries), self.block_size)
         rows = [self._row(entry) for entry in entries[first:]]
         assert None not in rows, f"window {self.number} lacks a row behind {len(entries)} entries"

@@ -29,7 +29,7 @@ class Window:
         return max(0, position - self.num_tokens + 1)
 
     def first_entry(self, end: int, block_size: int) -> int:
-        """The first block of tokens that a token sees which comes behind `end` of them."""
+        """Return the first block of tokens that a token sees which comes behind `end` of them."""
         return max(0, end - blocks_for(self.num_tokens - 1, block_size))
 
     def fit(self, is_there: Callable[[int], bool], most: int, block_size: int) -> int:

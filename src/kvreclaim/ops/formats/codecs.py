@@ -52,7 +52,7 @@ def decode_keys(fmt: KVFormat, codes: Tensor, params: Tensor, k_dim: int, v_dim:
 
 
 def decode_values(fmt: KVFormat, codes: Tensor, params: Tensor, k_dim: int, v_dim: int) -> Tensor:
-    """The values that `encode` stored: [..., Dv] fp32."""
+    """Return the values that `encode` stored: [..., Dv] fp32."""
     first = fmt.keys.param_bytes(k_dim)
     own = params[..., first : first + fmt.values.param_bytes(v_dim)]
     if fmt.values.has_groups:
@@ -87,7 +87,7 @@ def unpack(codes: Tensor) -> Tensor:
 
 @cache
 def level_table(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The 16 levels ascending and the 15 boundaries halfway between them, fp32."""
+    """Return the 16 levels ascending and the 15 boundaries halfway between them, fp32."""
     half = torch.tensor(LEVELS, device=device)
     levels = torch.cat((-half.flip(0), half))
     return levels, (levels[1:] + levels[:-1]) / 2

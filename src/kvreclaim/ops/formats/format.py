@@ -43,7 +43,7 @@ FORMATS: Mapping[str, KVFormat] = MappingProxyType(
 
 
 def plain_format(dtype: torch.dtype) -> KVFormat:
-    """The format that stores this dtype as it is. Raises: InvalidArgumentError."""
+    """Return the format that stores this dtype as it is. Raises: InvalidArgumentError."""
     for form in FORMATS.values():
         if form.dtype == dtype:
             return form

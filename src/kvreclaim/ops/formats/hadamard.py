@@ -27,7 +27,7 @@ def sign_tensor(dim: int, device: torch.device) -> Tensor:
 
 
 def block_of(dim: int) -> int:
-    """The largest power of two that divides dim: the rotation mixes that many dims at a time."""
+    """Return the largest power of two that divides dim: the rotation mixes that many dims at a time."""
     return dim & -dim
 
 
@@ -65,7 +65,7 @@ def _hadamard(x: Tensor) -> Tensor:
 
 
 def _splitmix64(seed: int, count: int) -> list[int]:
-    """The first numbers of Steele, Lea and Flood's generator."""
+    """Return the first numbers of Steele, Lea and Flood's generator."""
     mask, words = (1 << 64) - 1, []
     state = seed
     for _ in range(count):

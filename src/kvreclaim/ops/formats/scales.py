@@ -39,11 +39,11 @@ class ScaleCode:
         return code.clamp(0, self.last).to(torch.int32)
 
     def decode(self, code: Tensor) -> Tensor:
-        """The scales of integer codes: fp32."""
+        """Return the scales of integer codes: fp32."""
         return self.table(code.device)[code.long()]
 
     def table(self, device: torch.device) -> Tensor:
-        """The scale of every code: [last + 1] fp32."""
+        """Return the scale of every code: [last + 1] fp32."""
         return _table(self.steps, self.bias, self.last, device)
 
 

@@ -55,7 +55,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Sums in fp32 and rounds once; where the CPU multiplies pairs of bf16, numbers smaller than normal ones
     count as 0. The result of each of the first own_rows() rows does not depend on the other
-    rows, their number or the number of threads; for those behind them, and for whatever the kernels do not
+    rows, their number or the number of threads; for later rows, and for inputs that the kernels do not
     take (other dtypes and devices, gradients, odd strides), torch's own product runs.
     """
     num_rows = x.numel() // x.shape[-1]
@@ -74,7 +74,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def own_rows(num_rows: int, dtype: torch.dtype) -> int:
     """Leading rows of a product that the kernels take: all up to max_rows(), else as
-    many as exact_rows() says."""
+    many as set by exact_rows()."""
     limit = max_rows(dtype)
     return num_rows if num_rows <= limit else min(num_rows, _leading.get() if limit else 0)
 

@@ -1,8 +1,8 @@
 """Tokens of several sequences through a recurrent layer, from slot to slot
 (csrc/include/kvreclaim/recurrent.h): the convolution, the state and the gated norm in one call.
 
-Tokens are rows [T, R], described by PackedRuns. What is before the first token of a sequence whose
-state is kept is prompt. No slot may be read and written, or be written twice.
+Tokens are rows [T, R], described by PackedRuns. Tokens before the first kept state of
+a sequence are prompt. No slot may be read and written, or be written twice.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from kvreclaim.ops.extension import native
 
 
 def select_top(scores: Tensor, places: int) -> Tensor:
-    """The indices of the `places` highest scores of each row.
+    """Return the indices of the `places` highest scores of each row.
 
     Args:
         scores: [R, N] fp32 on the CPU; -inf is allowed, NaN is not

@@ -19,7 +19,7 @@ token and the drafts behind it. The kernels' bound. More are a prefill, which is
 
 
 def cache_view(cache: KVCache) -> Any:
-    """The extension's view of a cache, made once."""
+    """Return the extension's view of a cache, made once."""
     return cache.cached("native", make_cache)
 
 

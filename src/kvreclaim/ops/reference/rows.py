@@ -73,7 +73,7 @@ def unsupported_reason(need: Need) -> str | None:
 
 
 def store_rows(cache: KVCache, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """The data of each plane for keys [..., D] and values [..., Dv]."""
+    """Return the data of each plane for keys [..., D] and values [..., Dv]."""
     if cache.shape.latent:
         k = k[..., cache.shape.v_dim :]
     if not cache.format.is_plain:
@@ -82,7 +82,7 @@ def store_rows(cache: KVCache, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 
 
 def load_rows(cache: KVCache, rows: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """The keys [..., D] and values [..., Dv] that rows of the planes stand for."""
+    """Return the keys [..., D] and values [..., Dv] that rows of the planes stand for."""
     if cache.format.is_plain:
         k, v = rows
     else:

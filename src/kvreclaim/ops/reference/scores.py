@@ -71,7 +71,7 @@ def surrogate_scores(
 
 
 def select_top(scores: Tensor, places: int) -> Tensor:
-    """The indices of the `places` highest scores of each row.
+    """Return the indices of the `places` highest scores of each row.
 
     Args:
         scores: [R, N] float; -inf is allowed, NaN is not
@@ -84,7 +84,7 @@ def select_top(scores: Tensor, places: int) -> Tensor:
 
 
 def select_runs(scores: Tensor, starts: np.ndarray, lengths: np.ndarray, places: np.ndarray) -> Tensor:
-    """The indices of the highest scores of each of several runs, unequally many.
+    """Return the indices of the highest scores of each of several runs, unequally many.
 
     Args:
         scores:  [N] float; -inf is allowed, NaN is not

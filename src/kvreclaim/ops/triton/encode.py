@@ -172,8 +172,8 @@ def _load_vectors(vectors, tokens, heads, is_row, D: tl.constexpr, BLOCK_D: tl.c
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def encode_kernel(k, v, store, slot_mapping, num_tokens, L: tl.constexpr, ROWS: tl.constexpr):
-    """Program p encodes ROWS keys and values of k and v (Rows [T, K, ...]), seen as [T * K, ...]; one whose
-    slot is negative is written nowhere."""
+    """Program p encodes ROWS keys and values of k and v (Rows [T, K, ...]), viewed as [T * K, ...]; one with
+    a negative slot is not written."""
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens, heads = (index // L.KV_HEADS).to(tl.int64), index % L.KV_HEADS
     slots = tl.load(slot_mapping + tokens, mask=tokens < num_tokens, other=-1)

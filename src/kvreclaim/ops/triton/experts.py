@@ -81,8 +81,8 @@ class ExpertWeights:
 
 
 def num_shared(weights: ExpertWeights, shared: tuple[Tensor, Tensor]) -> int:
-    """How many experts of the size of the others an MLP that all tokens have is, gate and up [2 S I, M] and
-    down [M, S I]; 0: none."""
+    """Return the shared MLP's size in experts, gate and up [2 S I, M] and down [M, S I]; 0 if it is no
+    multiple of an expert."""
     gate_up, down = weights.gate_up, shared[1]
     pieces, rest = divmod(down.shape[1], weights.down.shape[2])
     is_plain = not (weights.is_transposed or weights.is_interleaved) and weights.biases is None

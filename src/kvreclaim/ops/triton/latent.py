@@ -3,7 +3,7 @@
     norm, down projections, norms and rotation and store, queries, absorb and rotate    (attend: the batch's)
     values, output, sum and norm, MLP
 
-Eight launches besides attention and MLP; a batch that takes latents unstored stores them in one more.
+Eight launches in addition to attention and MLP; a batch that takes latents unstored stores them in one more.
 """
 
 from __future__ import annotations

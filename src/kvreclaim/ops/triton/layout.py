@@ -130,7 +130,7 @@ def _store(layer: LayerCache) -> LayerPlanes:
 
 @once
 def table(form: VectorBytes, device: torch.device) -> Tensor:
-    """The scale of every code, fp32; then turboquant4's levels and the boundaries between them."""
+    """Return the scale of every code, fp32; then turboquant4's levels and the boundaries between them."""
     if form.name == "turboquant4":
         steps = scales.TURBO.table(device).clone()
         steps[0] = 0.0

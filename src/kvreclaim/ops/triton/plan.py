@@ -104,28 +104,28 @@ def _order(count: int, device: torch.device) -> Tensor:
 
 def _shares(tables: DecodeTables) -> SequenceShares | None:
     ids, device = tables.seq_ids, tables.seq_ids.device
-    wanted = num_shares(len(ids), tables.num_kv_heads, tables.max_seq_len, device)
-    if wanted is None:
+    shares = num_shares(len(ids), tables.num_kv_heads, tables.max_seq_len, device)
+    if shares is None:
         return None
-    count = len(ids) + wanted
+    count = len(ids) + shares
     units, firsts = (
         torch.empty(shape, dtype=torch.int32, device=device) for shape in ((count, 3), (len(ids) + 1,))
     )
     limits = {"MIN_SPLIT": MIN_SPLIT, "BLOCK": ROWS_AT_ONCE, "num_warps": 4}
-    split_kernel[(1,)](units, firsts, ids, tables.seqs.seq_lens, len(ids), count, wanted, **limits)
+    split_kernel[(1,)](units, firsts, ids, tables.seqs.seq_lens, len(ids), count, shares, **limits)
     return SequenceShares(units, firsts)
 
 
 def num_shares(num_rows: int, num_kv_heads: int, max_seq_len: int, device: torch.device) -> int | None:
     """Shares of each KV head that fill the device; None where no sequence is worth cutting."""
-    wanted = PROGRAMS_PER_PROCESSOR * num_processors(device) // num_kv_heads
-    if max_seq_len <= MIN_SPLIT or wanted < 2 or num_rows > MOST_ROUNDS * wanted:
+    shares = PROGRAMS_PER_PROCESSOR * num_processors(device) // num_kv_heads
+    if max_seq_len <= MIN_SPLIT or shares < 2 or num_rows > MOST_ROUNDS * shares:
         return None
-    return min(wanted, num_rows * min(MAX_SPLITS, -(-max_seq_len // MIN_SPLIT)))
+    return min(shares, num_rows * min(MAX_SPLITS, -(-max_seq_len // MIN_SPLIT)))
 
 
 def decode_tables(batch: AttentionBatch, num_kv_heads: int) -> DecodeTables | None:
-    """The sequences of the batch with one query; None if there are none. Made once per step."""
+    """Return the sequences of the batch with one query; None if there are none. Made once per step."""
 
     def make(batch: AttentionBatch) -> DecodeTables | None:
         rows = np.flatnonzero(batch.query_lens == 1).astype(np.int32)
@@ -155,8 +155,8 @@ def tile_splits(batch: AttentionBatch, num_tiles: int, num_heads: int) -> int:
     """Programs over the keys of each tile: enough to fill the device."""
     longest = batch.cached("triton.longest tile", lambda b: int(b.lengths[b.query_lens > 1].max()))
     programs = PROGRAMS_PER_PROCESSOR * num_processors(batch.slot_mapping.device)
-    wanted = min(programs // (num_tiles * num_heads), MAX_SPLITS, -(-longest // MIN_SPLIT))
-    return max(1, wanted)
+    splits = min(programs // (num_tiles * num_heads), MAX_SPLITS, -(-longest // MIN_SPLIT))
+    return max(1, splits)
 
 
 def sequences_of(batch: AttentionBatch) -> Sequences:

@@ -1,7 +1,7 @@
 """Device functions of attention: a tile of queries over a run of slots, online softmax in base 2.
 
-Slots that are not attended are never loaded (their lanes read 0), so that whatever lies past a
-sequence's end has no effect.
+Slots that are not attended are never loaded (their lanes read 0), so that bytes past a
+sequence's end have no effect.
 """
 # mypy: disable-error-code="no-untyped-def"
 
