@@ -184,7 +184,7 @@ def _fact(kind: str, rng: random.Random, keys: Iterator[tuple[str, str]]) -> _Fa
 
 
 def _question(tokenizer: Tokenizer, kind: str, fact: _Fact) -> Question:
-    """Return the answer begins at the first token that depends on it."""
+    """Split a fact's tokens into question and answer, which begins at the first token that depends on it."""
     question, whole = _encode(tokenizer, fact.question), _encode(tokenizer, fact.question + fact.answer)
     same = next(n for n, (one, other) in enumerate(zip([*question, -1], whole, strict=False)) if one != other)
     return Question(kind, whole[:same], whole[same:])

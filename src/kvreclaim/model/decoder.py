@@ -143,7 +143,7 @@ class NativeModel:
 
 @torch.inference_mode()
 def proved(module: Any, seen: LayerTrial, ops: ModuleType) -> NativeLayer | None:
-    """Return the layer in calls of the kernels, if it does with the trial's arguments what the module did."""
+    """Return the layer in kernel calls, if its output for the trial's arguments agrees with the module's."""
     form = _form(seen, ops)
     if form is None:
         return None

@@ -240,7 +240,7 @@ def source_from(text: str | None) -> ModelSource:
 
 
 def fetch_model(source: ModelSource = SMOLLM2, output: Path | None = None, say: Say = print) -> Path:
-    """The directory of a model, made if it is not there: config, safetensors, tokenizer, chat template.
+    """Return a model's directory, created if missing: config, safetensors, tokenizer, chat template.
 
     Args:
         source: what it is made of

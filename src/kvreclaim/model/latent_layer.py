@@ -93,7 +93,7 @@ class LatentLayer(NativeLayer):
 
 @torch.inference_mode()
 def proved_latent(module: Any, seen: LayerTrial, ops: ModuleType) -> NativeLayer | None:
-    """Return the layer in calls of the kernels, if it does with the trial's arguments what the module did."""
+    """Return the layer in kernel calls, if its output for the trial's arguments agrees with the module's."""
     found, form = seen.modules, _form(module.self_attn, seen, ops)
     if form is None or form.latents is None:
         return None

@@ -113,7 +113,7 @@ def _parts(module: Any, names: tuple[str, ...]) -> list[Any]:
 
 @torch.inference_mode()
 def _proved(mixer: Mixer) -> NativeMixer | None:
-    """The layer in native calls, if it makes of trial states and inputs what the layer's own code makes."""
+    """Return the layer in native calls, if it agrees with the layer's own code on trial states and inputs."""
     module, projections = mixer.module, _projections(mixer.module)
     if projections is None or [one.kind for one in mixer.shapes] not in (["conv"], ["conv", "recurrent"]):
         return None

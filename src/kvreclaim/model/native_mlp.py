@@ -69,7 +69,7 @@ def _looks_known(module: nn.Module, ops: ModuleType) -> bool:
 
 @torch.inference_mode()
 def _proved(module: Any, ops: ModuleType) -> NativeMlp | None:
-    """Return the MLP in calls of the kernels, if it makes of trial rows what the module makes."""
+    """Return the MLP in kernel calls, if its output for trial rows agrees with the module's."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((1, TRIAL_ROWS, module.gate_proj.in_features), generator=generator)
     (device, *_) = (each.device for each in module.gate_proj.state_dict().values())

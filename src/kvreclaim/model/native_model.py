@@ -45,7 +45,7 @@ def _looks_known(module: nn.Module) -> bool:
 
 @torch.inference_mode()
 def _proved(module: Any, model: PreTrainedModel) -> NativeModel | None:
-    """Return the forward in a loop over the layers, if it makes of trial tokens what transformers' makes."""
+    """Return a forward that loops over the layers, if it agrees with transformers' on trial tokens."""
     inputs = trial_inputs(model)
     try:
         output = type(module).forward(module, **inputs, kv_batch=TrialBatch())

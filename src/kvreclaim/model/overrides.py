@@ -14,8 +14,8 @@ UNSCALED = ("rope_theta", "partial_rotary_factor")
 
 
 def overridden(config: Any, changes: Mapping[str, Any], name: str) -> Any:
-    """The config with these fields. Of a field that holds others, such as rope_parameters, those that are not
-    named stay.
+    """Return the config with these fields. Of a field that holds others, such as rope_parameters, those that
+    are not named stay.
 
     Raises: InvalidArgumentError for a field that the config does not have, or values that it does not take.
     """

@@ -81,7 +81,7 @@ class AttentionBatch(Memo):
         return AttentionBatch.build(slots, self.block_size, self.slot_mapping.device)
 
     def runs(self, most: int) -> Iterator[SequenceSlots]:
-        """The sequences with at most so many rows each: longer ones as several, over the same blocks."""
+        """Split sequences into runs of at most so many rows, over the same blocks."""
         for seq in self.sequences:
             before = seq.seq_len - seq.query_len
             for first in range(0, seq.query_len, most):

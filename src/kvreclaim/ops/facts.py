@@ -40,7 +40,7 @@ class KeyTransform:
         return -self.center / self.scale
 
     def restored(self, stored: Tensor) -> Tensor:
-        """Return the keys that a cache stores so, in the memory of what it stores."""
+        """Turn stored keys back into keys, in place."""
         return stored.mul_(self.scale).add_(self.center)
 
     def rows(self, index: Tensor | slice) -> KeyTransform:

@@ -44,7 +44,7 @@ def encode(fmt: KVFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def decode_keys(fmt: KVFormat, codes: Tensor, params: Tensor, k_dim: int, v_dim: int) -> Tensor:
-    """The keys that `encode` stored: codes [..., D * bits / 8] and parameters [..., P] -> [..., D] fp32."""
+    """Decode keys of `encode`: codes [..., D * bits / 8] and parameters [..., P] -> [..., D] fp32."""
     own = params[..., : fmt.keys.param_bytes(k_dim)]
     if fmt.keys.has_groups:
         return _decode_groups(codes, own)

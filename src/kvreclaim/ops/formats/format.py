@@ -54,6 +54,6 @@ def plain_format(dtype: torch.dtype) -> KVFormat:
 
 
 def kv_format(name: str, model_dtype: torch.dtype) -> KVFormat:
-    """The format that --kv-cache-dtype names; "auto" is the model's dtype. Raises: InvalidArgumentError."""
+    """Return the format of --kv-cache-dtype; "auto" is the model's dtype. Raises: InvalidArgumentError."""
     name = format_name(name)
     return plain_format(model_dtype) if name == "auto" else FORMATS[name]

@@ -82,7 +82,7 @@ def store_rows(cache: KVCache, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 
 
 def load_rows(cache: KVCache, rows: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Return the keys [..., D] and values [..., Dv] that rows of the planes stand for."""
+    """Return the keys [..., D] and values [..., Dv] of rows of the planes."""
     if cache.format.is_plain:
         k, v = rows
     else:
