@@ -49,7 +49,7 @@ class SpanDrops(RequestFeature):
         return {
             Feature.DROPS: has_spans,
             Feature.NO_DROPS: not has_spans,
-            Feature.DROP_AT: option.drop_at,
+            Feature.DROP_AT: None if option.drop_at is None else repr(option.drop_at),
         }
 
     def claim(self, draft: RequestDraft) -> None:
