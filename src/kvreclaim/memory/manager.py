@@ -167,8 +167,10 @@ class MemoryManager:
 
     def num_blocks(self, seq_id: int) -> int:
         """Return the number of blocks that a sequence holds."""
-        table = self._tables[seq_id]
-        return sum([group.num_blocks(seq_id, table) for group in self.groups])
+        table, count = self._tables[seq_id], 0
+        for group in self.groups:
+            count += group.num_blocks(seq_id, table)
+        return count
 
     def keys(
         self, token_ids: Sequence[int], cache_salt: str | None = None, *, lasting: bool = True
@@ -235,14 +237,14 @@ class MemoryManager:
 
     def can_grow(self, seq_id: int, num_tokens: int) -> bool:
         """Return whether grow would succeed."""
-        table = self._tables[seq_id]
-        return sum([group.missing(seq_id, table, num_tokens) for group in self.groups]) <= self.pool.num_free
+        table, missing = self._tables[seq_id], 0
+        for group in self.groups:
+            missing += group.missing(seq_id, table, num_tokens)
+        return missing <= self.pool.num_free
 
     def stops(self, seq_id: int) -> tuple[int, ...]:
         """Return the lengths at which a sequence's steps must end to keep its recurrent state there."""
         return () if self.recurrent is None else self.recurrent.stops(seq_id)
-
-    # Changes.
 
     def admit(self, seq_id: int, match: PrefixMatch, *, priority: int = 0) -> None:
         """Begin a sequence with the blocks of a match that was made in this step. Renews the pins of these

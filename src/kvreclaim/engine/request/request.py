@@ -240,6 +240,7 @@ class Request:
     prompt_logprobs: of the prompt tokens computed so far; None: not asked for
     prompt_done: the whole prompt has been computed, maybe before a preemption
     features:  that the request has, in their order; state: what they keep with it, by type
+    before_passes: those of them that do something before passes
     beams, sparse_prefill, reuse: of the state; None: no beam search, full attention, no chunks
     verify:    None unless a compressed cache drafts for it; compressor is None then
     bad_words: token ids of each of its params' bad_words
@@ -263,6 +264,7 @@ class Request:
     refusal: InvalidArgumentError | None = None
     prompt_done: bool = False
     features: tuple[RequestFeature, ...] = ()
+    before_passes: tuple[RequestFeature, ...] = ()
     state: Mapping[type, Any] = field(default_factory=dict)
     verify: Verify | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()

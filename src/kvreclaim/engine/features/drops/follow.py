@@ -1,4 +1,4 @@
-"""Dropped spans: whole blocks have left a table, and what goes by slots follows."""
+"""Updates positions and signals after a sequence has dropped blocks."""
 
 from __future__ import annotations
 

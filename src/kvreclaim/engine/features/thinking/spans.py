@@ -1,4 +1,4 @@
-"""Where a prompt's answer has its reasoning."""
+"""Finds out from the end of a prompt whether its answer begins inside reasoning."""
 
 from __future__ import annotations
 
