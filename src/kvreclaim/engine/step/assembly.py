@@ -276,7 +276,7 @@ def private_runner(
 def make_scheduler(
     config: EngineConfig, memory: MemoryManager, preemption: PreemptionCostModel
 ) -> Scheduler[Seq]:
-    """The scheduler that a config asks for."""
+    """Return the scheduler that a config selects."""
     return Scheduler(
         memory,
         max_num_seqs=config.max_num_seqs,
