@@ -318,7 +318,7 @@ class ModelRunner:
 
 def _num_exact(step: list[Scheduled], most_plain: int) -> int:
     """Count the leading tokens of a step that belong to decoding sequences. They draw the same tokens with
-    and without drafts. More than most_plain rows without drafts use products that are faster for many rows."""
+    and without drafts. More than most_plain rows without drafts use products that are faster for many."""
     count, has_drafts = 0, False
     for item in step:
         if item.num_known != 1:

@@ -1,4 +1,4 @@
-"""What vLLM 0.32's KV connectors see of compressed requests: their blocks as long as they are exact.
+"""Compressed requests and vLLM 0.32's KV connectors, which get their blocks as long as they are exact.
 
 Until its first pass a request is like any other: its full blocks are stored and loaded. At the first pass the
 connector sees it preempted and resumed with a table of null blocks, which are never stored. So
@@ -62,8 +62,8 @@ class ConnectorHooks:
 
 
 class CachedBlockHooks(ConnectorHooks):
-    """SimpleCPUOffloadConnector stores a block in the step after it was computed, and at the end of a request
-    what it has missed. In place of null blocks it takes those of the same tokens from the prefix cache."""
+    """SimpleCPUOffloadConnector stores a block in the step after it was computed, and missed blocks at the
+    end of a request. Instead of null blocks it takes those of the same tokens from the prefix cache."""
 
     def __init__(self, connector: Any, ledger: Ledger) -> None:
         super().__init__(connector, ledger)
