@@ -215,7 +215,7 @@ vllm-env-33: .vllm-env-33/.installed
 	@touch $@
 
 # The plugin inside vLLM: a process per file, because vLLM changes torch for good, two at a time, the longest first.
-VLLM_LONGEST := $(patsubst %,tests/vllm_plugin/test_vllm_%.py,tp uneven_tp v2 uneven uneven_runs uneven_v2 pool oracle async compiled inert)
+VLLM_LONGEST := $(patsubst %,tests/vllm_plugin/test_vllm_%.py,tp uneven_tp v2 uneven uneven_runs uneven_v2 pool oracle async inert)
 VLLM_ALL := $(wildcard tests/vllm_plugin/test_*.py)
 VLLM_TEST_FILES ?= $(filter $(VLLM_LONGEST),$(VLLM_ALL)) $(filter-out $(VLLM_LONGEST),$(VLLM_ALL))
 VLLM_JOBS ?= 2

@@ -320,3 +320,16 @@ def test_the_smallest_pool_that_is_let_in_is_enough(make_llm):
 def test_generation_parameters_are_no_search(make_llm):
     with pytest.raises(InvalidArgumentError, match=r"params is a SamplingParams .* pass BeamSearchParams"):
         make_llm().beam_search([1, 2], SamplingParams())
+
+
+class OwnParams(BeamSearchParams):
+    """A caller's subclass."""
+
+
+def test_a_subclass_of_the_parameters_is_a_beam_search(make_llm):
+    llm, prompt = make_llm(), tiny.prompts((20,))
+    want, got = (
+        llm.beam_search(prompt, kind(beam_width=3, max_tokens=6))[0] for kind in (BeamSearchParams, OwnParams)
+    )
+    assert [out.token_ids for out in got.outputs] == [out.token_ids for out in want.outputs]
+    assert got.outputs[0].sequences_scores == want.outputs[0].sequences_scores is not None

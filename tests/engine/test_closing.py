@@ -14,6 +14,7 @@ from kvreclaim.engine.serving.core import EngineCore
 from kvreclaim.engine.serving.core_process import EngineCoreProc
 from kvreclaim.engine.serving.messages import Stop
 from kvreclaim.engine.serving.thread import AsyncEngine
+from kvreclaim.errors import InvalidArgumentError
 
 GIB = 2**30
 
@@ -25,6 +26,13 @@ def llm(tmp_path, make_llm):
     llm = make_llm(kv_offloading_disk_path=str(tmp_path), **sizes)
     llm.generate(tiny.prompts((150, 97), seed=4), SamplingParams(max_tokens=4))
     return llm
+
+
+def test_a_setting_that_a_feature_refuses_is_refused_before_storage_is_taken(tmp_path, make_llm):
+    sizes = {"kv_offloading_size": 16e6 / GIB, "kv_offloading_disk_size": 32e6 / GIB}
+    with pytest.raises(InvalidArgumentError, match="vertical_slash"):
+        make_llm(sparse_prefill="vertical_slash", kv_offloading_disk_path=str(tmp_path), **sizes)
+    assert not list(tmp_path.iterdir())
 
 
 def assert_closed(llm):

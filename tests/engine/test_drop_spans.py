@@ -294,3 +294,9 @@ def test_layers_with_windows_or_states(family, tiny_dir, monkeypatch):
         assert_idle(llm)
     assert found[0][:2] == found[1][:2]
     assert found[1][1:] == (len(GONE), True)
+
+
+@pytest.mark.parametrize("wrong", [{"drop_spans": 0}, {"drop_spans": False}, {"drop_at": False}])
+def test_what_is_no_span_is_refused(make_llm, wrong):
+    with pytest.raises(InvalidArgumentError, match=next(iter(wrong))):
+        make_llm().generate([{"prompt_token_ids": [1, 2, 3], **wrong}], SamplingParams(max_tokens=1))

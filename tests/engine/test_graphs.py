@@ -316,6 +316,19 @@ def test_cells_beyond_the_tables_are_refused(make_llm, monkeypatch) -> None:
     assert list(graphs.refusals) == ["a head has more than 1 blocks"]
 
 
+def test_a_device_without_room_for_queries_runs_steps_without_graphs(make_llm, monkeypatch) -> None:
+    want = answers(make_llm("llama", block_size=8), "h2o")
+    llm = make_llm("llama", block_size=8)
+    graphs, _ = use_graphs(llm)
+
+    def full(self: DecodeGraphs) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(DecodeGraphs, "queries", property(full))
+    assert_same(answers(llm, "h2o"), want)
+    assert list(graphs.refusals) == ["its capture failed: OutOfMemoryError: no room"]
+
+
 def test_graphs_of_a_kind_are_captured_when_the_first_such_request_comes(make_llm) -> None:
     llm = make_llm("llama", max_num_seqs=4)
     graphs, _ = use_graphs(llm)
@@ -406,6 +419,7 @@ def test_verification_is_replayed(policy: str, make_llm) -> None:
     assert_same([out.outputs[0] for out in got], [out.outputs[0] for out in want])
     assert (before[-1], graphs.sizes[-1]) == (4, 36)
     assert llm.engine.totals.steps < GREEDY.max_tokens, "drafts were accepted"
+    assert not any(kind.queries for _, kind in graphs._replays)
     if policy == "snapkv":
         assert list(graphs.refusals) == ["a companion's policy keeps queries, attention or scores of tokens"]
     else:

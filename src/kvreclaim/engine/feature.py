@@ -76,8 +76,11 @@ class RequestDraft:
 class RequestFeature:
     """A feature that requests may have; made with the Engine. Methods that are not overridden do nothing.
 
-    `claim` and `limited` may raise an InvalidArgumentError; the request is then refused. An exception of
-    before_pass ends the request with reason "error". The other methods must not raise.
+    A feature is made before the engine has storage; it reads the engine's memory and lifecycle later. A
+    setting of the engine that it refuses ends the start.
+
+    `option_of`, `conditions`, `claim` and `limited` may raise an InvalidArgumentError, which refuses the
+    request. An exception of before_pass ends the request with reason "error". Other methods must not raise.
 
     option:      type of the option, a frozen dataclass
     is_made:     front ends make the option; callers cannot give its fields
@@ -118,7 +121,7 @@ class RequestFeature:
 
     def is_on(self, spec: RequestSpec, *, is_child: bool) -> bool:
         """Return whether a request has the feature. is_child: another request needs its result"""
-        if self.option in spec.options or (self.is_default and not is_child):
+        if spec.option(self.option) is not None or (self.is_default and not is_child):
             return True
         return self.parameter is not None and getattr(spec.params, self.parameter) is not None
 
@@ -143,6 +146,11 @@ class RequestFeature:
     def before_pass(self, seq: Sequence) -> None:
         """Tokens of the sequence have been computed. It is compressed afterwards, if that is due. This is
         called twice in a step in which others fork from the sequence."""
+
+    @property
+    def acts_before_passes(self) -> bool:
+        """Whether it has a `before_pass`."""
+        return type(self).before_pass is not RequestFeature.before_pass
 
     def report(self, request: Request, metrics: RequestMetrics) -> None:
         """Write the feature's figures."""

@@ -167,8 +167,10 @@ class MemoryManager:
 
     def num_blocks(self, seq_id: int) -> int:
         """Number of these blocks."""
-        table = self._tables[seq_id]
-        return sum([group.num_blocks(seq_id, table) for group in self.groups])
+        table, count = self._tables[seq_id], 0
+        for group in self.groups:
+            count += group.num_blocks(seq_id, table)
+        return count
 
     def keys(
         self, token_ids: Sequence[int], cache_salt: str | None = None, *, lasting: bool = True
@@ -235,14 +237,14 @@ class MemoryManager:
 
     def can_grow(self, seq_id: int, num_tokens: int) -> bool:
         """Whether grow would succeed."""
-        table = self._tables[seq_id]
-        return sum([group.missing(seq_id, table, num_tokens) for group in self.groups]) <= self.pool.num_free
+        table, missing = self._tables[seq_id], 0
+        for group in self.groups:
+            missing += group.missing(seq_id, table, num_tokens)
+        return missing <= self.pool.num_free
 
     def stops(self, seq_id: int) -> tuple[int, ...]:
         """Lengths at which a sequence's steps must end, so that its recurrent state there can be kept."""
         return () if self.recurrent is None else self.recurrent.stops(seq_id)
-
-    # Changes.
 
     def admit(self, seq_id: int, match: PrefixMatch, *, priority: int = 0) -> None:
         """Begin a sequence with the blocks of a match that was made in this step. Pins of these blocks begin

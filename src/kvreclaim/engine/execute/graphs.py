@@ -297,8 +297,8 @@ class DecodeGraphs:
         nothing = np.zeros(0, dtype=np.int64)
         empty = TableRows((), nothing, nothing)
         self._buffers.fill(size, [], nothing, [empty] * len(self._buffers.tables))
-        queries = self.queries[:, :size] if kind.queries else None  # made outside of the capture
         try:
+            queries = self.queries[:, :size] if kind.queries else None  # made outside of the capture
             self._replays[key] = self._capture(lambda: self._run(size, kind.unequal, queries))
         except RuntimeError as error:
             first_line = str(error).strip().splitlines()[:1]

@@ -240,6 +240,7 @@ class Request:
     prompt_logprobs: of the prompt tokens computed so far; None: not requested
     prompt_done: whether the whole prompt has been computed, maybe before a preemption
     features:  of the request, in their order; state: their per-request state, by type
+    before_passes: features that act before passes
     beams, sparse_prefill, reuse: of the state; None: no beam search, full attention, no chunks
     verify:    None unless a compressed cache drafts for it; compressor is None then
     bad_words: token ids of each of its params' bad_words
@@ -263,6 +264,7 @@ class Request:
     refusal: InvalidArgumentError | None = None
     prompt_done: bool = False
     features: tuple[RequestFeature, ...] = ()
+    before_passes: tuple[RequestFeature, ...] = ()
     state: Mapping[type, Any] = field(default_factory=dict)
     verify: Verify | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()

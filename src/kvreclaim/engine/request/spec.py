@@ -44,8 +44,8 @@ class RequestSpec:
     options: Mapping[type, Any] = field(default_factory=dict)
 
     def option(self, kind: type[T]) -> T | None:
-        """The request's option of a type; None: it has none."""
-        return self.options.get(kind)
+        """The request's option of a type, or of one that derives from it; None: it has none."""
+        return next((each for each in self.options.values() if isinstance(each, kind)), None)
 
     def having(self, option: object) -> RequestSpec:
         """The request with this option, too; None: as it is."""

@@ -61,7 +61,7 @@ def follow_from_queries(compressor: Compressor | None) -> bool:
 def keeps_queries(compressor: Compressor) -> bool:
     """Whether decode steps are replayed with their queries handed out for requests with this compressor."""
     watched = compressor.needs & WATCHED and not compressor.policy.prompt_only
-    return bool(watched) and follow_from_queries(compressor)
+    return bool(watched) and not compressor.config.verify and follow_from_queries(compressor)
 
 
 def feeds_companion(verify: Verify | None) -> bool:

@@ -136,6 +136,9 @@ class Engine:
         self.backend = backend = choice.backend
         self.totals = totals = EngineTotals()
         self.extensions = Extensions()
+        on = tuple(
+            make(self) for make in features
+        )  # a setting that they refuse is refused before storage is taken
         self.storage = storage = make_storage(loaded, config, groups, form, backend, totals)
         self.memory, self.cache, self.device_cache = storage.memory, storage.cache, storage.device
         self.limits = admitting(config, self.memory.pool.num_blocks)
@@ -175,7 +178,6 @@ class Engine:
             self.extensions.add(self.drafter)
         self.kernels = describe(loaded, groups, form, choice, self.extensions)
         logger.log(logging.WARNING if choice.why_not else logging.INFO, self.kernels)
-        on = tuple(make(self) for make in features)
         self.factory = RequestFactory(
             loaded, self.limits, groups, self.features, self.signals, self.recalls, on
         )

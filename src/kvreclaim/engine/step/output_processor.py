@@ -219,8 +219,8 @@ class OutputProcessor:
         """Bring sequences that are due back to their budgets."""
         jobs, scheduler = [], self.lifecycle.scheduler
         for seq in sequences:
-            for feature in seq.request.features:
-                with self.lifecycle.contained(seq.request, "running the features of"):
+            for feature in seq.request.before_passes:
+                with self.lifecycle.contained(seq.request, f"running {type(feature).__name__} of"):
                     feature.before_pass(seq)
             if seq.request.compressor is None:
                 continue

@@ -103,6 +103,7 @@ class RequestFactory:
             max_len,
             seed,
             features=features,
+            before_passes=tuple(each for each in features if each.acts_before_passes),
             state=draft.state,
             verify=verify,
             bad_words=bad_words,

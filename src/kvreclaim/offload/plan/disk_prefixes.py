@@ -1,4 +1,4 @@
-"""Exact prefixes on disk: written through to them, and loaded for waiting sequences."""
+"""Decides which exact prefix blocks are written to disk, and loads them for waiting sequences."""
 
 from __future__ import annotations
 

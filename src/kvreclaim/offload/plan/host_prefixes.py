@@ -1,4 +1,4 @@
-"""Exact prefixes in host slots: written through to them, found there, and brought back."""
+"""Decides which exact prefix blocks are written to host slots, finds them there and loads them back."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class HostPrefixes:
             self.met[table.keys[i].digest] += 1
         self._num_met[seq_id] = last
         if len(self.met) > 4 * self.host.pool.num_blocks:
-            self.met = Counter({digest: count for digest, count in self.met.items() if count > 1})
+            self.met = Counter({digest: count // 2 for digest, count in self.met.items() if count > 1})
 
     # Moves.
 

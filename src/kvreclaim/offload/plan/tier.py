@@ -1,4 +1,4 @@
-"""One tier: slots that hold blocks' bytes elsewhere, with an index and an order of eviction of their own."""
+"""The slots of one tier, host or disk: pool, prefix index and eviction order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The namespace: everything but tokens that a block's bytes depend on. Others' blocks are never read."""
+"""Identifies what the bytes of blocks on disk depend on besides tokens; blocks of others are never read."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Outputs are searched for by beams."""
+"""Beam search."""

@@ -25,7 +25,7 @@ class BeamSearches(RequestFeature):
     is_made = True  # from the arguments of beam_search
 
     def __init__(self, engine: Engine) -> None:
-        self._loaded, self._config = engine.loaded, engine.limits
+        self._engine = engine
 
     def conditions(self, spec: RequestSpec) -> Mapping[Feature, object]:
         return {Feature.BEAM_SEARCH: True}
@@ -33,9 +33,10 @@ class BeamSearches(RequestFeature):
     def limited(self, draft: RequestDraft, max_len: int) -> None:
         params, num_prompt = draft.spec.option(BeamSearchParams), len(draft.spec.prompt_token_ids)
         assert params is not None, "the feature is on"
-        eos = frozenset() if params.ignore_eos else self._loaded.eos_token_ids
+        eos = frozenset() if params.ignore_eos else self._engine.loaded.eos_token_ids
         search = BeamSearch(params, max_len - num_prompt, eos)
-        check_beams(search, num_prompt, draft.footprint, self._config, self._loaded.vocab_size)
+        limits, vocab_size = self._engine.limits, self._engine.loaded.vocab_size
+        check_beams(search, num_prompt, draft.footprint, limits, vocab_size)
         draft.state[Beams] = Beams(search)
 
 

@@ -1,4 +1,4 @@
-"""Prompts with chunks: what is computed before they are queued, and which of their tokens are anew."""
+"""Computes the chunks of a prompt before it is queued, and chooses which of their tokens to recompute."""
 
 from __future__ import annotations
 

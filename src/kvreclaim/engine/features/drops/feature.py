@@ -45,11 +45,11 @@ class SpanDrops(RequestFeature):
     def conditions(self, spec: RequestSpec) -> Mapping[Feature, object]:
         option = spec.option(DroppedSpans)
         assert option is not None, "the feature is on"
-        has_spans = bool(option.drop_spans)
+        has_spans = bool(_spans(option))
         return {
             Feature.DROPS: has_spans,
             Feature.NO_DROPS: not has_spans,
-            Feature.DROP_AT: option.drop_at,
+            Feature.DROP_AT: None if option.drop_at is None else repr(option.drop_at),
         }
 
     def claim(self, draft: RequestDraft) -> None:
@@ -79,15 +79,10 @@ class SpanDrops(RequestFeature):
 
 
 def checked(option: DroppedSpans, num_prompt: int) -> Drops | None:
-    """The spans to drop, merged; None: none are given. Raises: InvalidArgumentError."""
-    spans, at = option.drop_spans, option.drop_at
+    """Return the spans to drop, merged; None: none are given. Raises: InvalidArgumentError."""
+    spans, at = _spans(option), option.drop_at
     if not spans:
         return None
-    require(
-        isinstance(spans, (list, tuple)),
-        f"drop_spans is {spans!r}; pass a list of (first, last + 1) of prompt tokens.",
-        "drop_spans",
-    )
     if at is None:
         at = num_prompt - 1
     else:
@@ -107,3 +102,14 @@ def checked(option: DroppedSpans, num_prompt: int) -> Drops | None:
             "drop_spans",
         )
     return Drops(joined(spans), at)
+
+
+def _spans(option: DroppedSpans) -> Sequence[tuple[int, int]]:
+    """The spans as given, or none. Raises: InvalidArgumentError."""
+    spans = () if option.drop_spans is None else option.drop_spans
+    require(
+        isinstance(spans, (list, tuple)),
+        f"drop_spans is {spans!r}; pass a list of (first, last + 1) of prompt tokens.",
+        "drop_spans",
+    )
+    return spans

@@ -1,4 +1,4 @@
-"""Dropped spans: after whole blocks have left a table, update the state that is stored by slots."""
+"""Update positions and signals after a sequence has dropped blocks."""
 
 from __future__ import annotations
 

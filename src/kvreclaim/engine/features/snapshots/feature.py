@@ -105,4 +105,7 @@ class PromptSnapshots(RequestFeature):
 
 def rewritten(spec: RequestSpec, *, is_rewritten: bool) -> RequestSpec:
     """The request with this is_rewritten."""
-    return spec.having(replace(spec.option(SnapshotUse) or SnapshotUse(), is_rewritten=is_rewritten))
+    option = spec.option(SnapshotUse)
+    if option is None and not is_rewritten:
+        return spec
+    return spec.having(replace(option or SnapshotUse(), is_rewritten=is_rewritten))

@@ -1,4 +1,4 @@
-"""The span of reasoning in the answer to a prompt."""
+"""Find out from the end of a prompt whether its answer begins inside reasoning."""
 
 from __future__ import annotations
 
