@@ -54,7 +54,7 @@ def is_watched(seq: Sequence) -> bool:
 
 
 def follow_from_queries(compressor: Compressor | None) -> bool:
-    """Whether the signals that a step adds for a request follow from its queries and the cache."""
+    """Return whether the signals that a step adds for a request follow from its queries and the cache."""
     return compressor is None or (compressor.recall is None and Signal.TOKEN_SCORES not in compressor.needs)
 
 
@@ -65,7 +65,7 @@ def keeps_queries(compressor: Compressor) -> bool:
 
 
 def feeds_companion(verify: Verify | None) -> bool:
-    """Whether the policy of a companion keeps signals of every step of its target."""
+    """Return whether the policy of a companion keeps signals of every step of its target."""
     return verify is not None and bool(verify.compressor.needs & WATCHED)
 
 

@@ -184,7 +184,7 @@ def make_offload(
 
 
 def keeps_snapshots_on_disk(config: EngineConfig, storage: Storage, scheduler: Scheduler[Seq]) -> bool:
-    """Whether compressed prefixes get files, and are found again by the next engine."""
+    """Return whether compressed prefixes get files, and are found again by the next engine."""
     return storage.file is not None and bool(share_bytes(config) and scheduler.snapshots.max_blocks)
 
 
