@@ -47,13 +47,13 @@ class _Inputs:
     """A flat step: its tokens, and one entry per sequence in the other lists.
 
     num_exact: leading tokens with rows that are bitwise equal to those of each sequence alone
-    positions: of its tokens; rows: of the flat step that need logits; wanted: the positions of these rows
+    positions: of its tokens; rows: of the flat step that need logits; logit_positions: of these rows
     """
 
     tokens: list[int] = field(default_factory=list)
     positions: list[np.ndarray] = field(default_factory=list)
     rows: list[np.ndarray] = field(default_factory=list)
-    wanted: list[range] = field(default_factory=list)
+    logit_positions: list[range] = field(default_factory=list)
     slots: list[SequenceSlots] = field(default_factory=list)
     num_exact: int = 0
 
@@ -176,14 +176,14 @@ class ModelRunner:
         inputs = self._inputs(step, runs)
         if self.streamed is not None:
             hooks = [hook for each in extensions for hook in each.attend(runs, None)]
-            return self._stream(self.streamed, inputs, hooks), inputs.wanted
+            return self._stream(self.streamed, inputs, hooks), inputs.logit_positions
         batch = AttentionBatch.build(tuple(inputs.slots), self.cache.block_size, self.device)
         observer = self.signals.observe(runs, batch) if watched else None
         parts: tuple[AttentionPart, ...] = ()
         if special:
             parts = split(runs, batch, self.memory, self.cache, self.ops, self.signals.digests)
         hooks = [hook for each in extensions for hook in each.attend(runs, batch)]
-        return self._paged(step, inputs, batch, observer, hooks, parts), inputs.wanted
+        return self._paged(step, inputs, batch, observer, hooks, parts), inputs.logit_positions
 
     def _paged(
         self,
@@ -265,7 +265,7 @@ class ModelRunner:
             positions = wanted_positions(item)
             rows = positions or range(end - 1, end)
             inputs.rows.append(np.arange(rows.start, rows.stop) - end + place)
-            inputs.wanted.append(positions)
+            inputs.logit_positions.append(positions)
         inputs.num_exact = UNLIMITED if self.is_batch_invariant else _num_exact(step, self._most_plain)
         return inputs
 

@@ -29,8 +29,7 @@ class Barred:
 
     @staticmethod
     def of(params: SamplingParams, bad_words: Collection[tuple[int, ...]]) -> Barred | None:
-        """Return the barred tokens; None if there are none. bad_words: token ids of each; longer ones are
-        ignored."""
+        """Return the barred tokens, or None. bad_words: token ids of each; longer ones are ignored."""
         allowed = params.allowed_token_ids
         early = frozenset(params.stop_token_ids or ()) if params.min_tokens else frozenset[int]()
         always = frozenset(word[0] for word in bad_words if len(word) == 1)

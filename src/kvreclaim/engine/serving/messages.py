@@ -126,7 +126,7 @@ class EngineUpdate:
                 others.append((request_id, update))
             else:
                 rows.append(row)
-        return _unpickle_update, (self.num_waiting, rows, others, self.death)
+        return _restore, (self.num_waiting, rows, others, self.death)
 
 
 Row = tuple[str, int, str, list[int]]
@@ -143,8 +143,6 @@ def row_of(request_id: str, update: Update) -> Row | None:
     return request_id, delta.index, delta.text, delta.token_ids
 
 
-def _unpickle_update(
-    num_waiting: int, rows: list[Row], others: EngineOutputs, death: str | None
-) -> EngineUpdate:
+def _restore(num_waiting: int, rows: list[Row], others: EngineOutputs, death: str | None) -> EngineUpdate:
     news = [(name, Update({index: OutputDelta(index, text, ids)})) for name, index, text, ids in rows]
     return EngineUpdate(num_waiting, news + others, death)

@@ -1,4 +1,4 @@
-"""What sees the attention calls of a step, and where it writes."""
+"""Observers of a step's attention calls, and their writes."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class CheckedLogits:
     """The logits of a step after the check for finite numbers.
 
     best:  the argmax of each row
-    sound: items whose rows are all numbers, with the positions and the rows of logits that they own
+    sound: items with finite rows, with their positions and their rows of logits
     sequences: of these items
     """
 
@@ -57,18 +57,18 @@ class OutputProcessor:
         passes, self.passes = self.passes, []
         return passes
 
-    def check_logits(self, step: list[Scheduled], logits: Tensor, wanted: list[range]) -> CheckedLogits:
+    def check_logits(self, step: list[Scheduled], logits: Tensor, owned: list[range]) -> CheckedLogits:
         """Check that logits are finite before they are used. Requests with others end, and their blocks leave
         the prefix index.
 
-        logits: [rows, V]; wanted: per item the positions of its rows, in order. An item without positions has
+        logits: [rows, V]; owned: per item the positions of its rows, in order. An item without positions has
                 one row, which is only checked
         """
         best = logits.max(-1)  # one pass: a NaN anywhere in a row is its maximum
         finite, argmax = torch.stack((best.values.isfinite(), best.indices)).tolist()  # one wait
         sound, row = [], 0
         is_sound = all(finite)
-        for item, positions in zip(step, wanted, strict=True):
+        for item, positions in zip(step, owned, strict=True):
             rows = slice(row, row + (len(positions) or 1))
             row = rows.stop
             if item.seq.finish_reason is not None:
@@ -88,8 +88,7 @@ class OutputProcessor:
 
     def accept_drafts(self, checked: CheckedLogits) -> dict[int, int]:
         """Verify drafts, before the step's tokens are committed. For each sequence with drafts, draw the
-        token after each of its tokens, up to the first draft that differs. The same tokens are drawn as
-        without drafts.
+        token after each of its tokens, up to the first draft that differs.
 
         Returns: accepted tokens of its row by seq_id. Sequences that have ended end in `process`.
         """

@@ -34,8 +34,7 @@ def follow_drop(context: PassContext, seq: Sequence, done: Drop) -> None:
 
 
 def _follow_heads(context: PassContext, seq: Sequence, stays: Tensor, num_tokens: int) -> None:
-    """Update positions by head. Heads differ in the tokens of the last pass. Newer tokens, which include the
-    dropped ones, are the same in all heads."""
+    """Update positions by head. Tokens since the last pass, which include the dropped ones, are shared."""
     state, cache, end = seq.state, context.cache, seq.num_computed
     lengths = head_lengths(state.cells, num_tokens, cache)
     before = state.head_positions

@@ -71,7 +71,7 @@ class CachedBlockHooks(ConnectorHooks):
         connector.request_finished_all_groups = self.request_finished_all_groups
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """What was computed just before a first pass is stored in the step of the pass."""
+        """Tokens computed just before a first pass are stored in the step of the pass."""
         output, num_tokens = shown(scheduler_output, self.reclaim), scheduler_output.num_scheduled_tokens
         begun = {done.seq_id for done in self.reclaim.current_passes() if done.first} & num_tokens.keys()
         due = output.num_scheduled_tokens | {name: num_tokens[name] for name in begun}

@@ -191,7 +191,7 @@ def _recording(layers: Sequence[Attention]) -> Iterator[list[AttentionRecorder]]
 
 
 def _context(vllm_config: Any) -> Any:
-    """No attention metadata, no slots to write, no compiled code."""
+    """Return a context without attention metadata, slots or compiled code."""
     return set_forward_context(
         None, vllm_config, num_tokens=len(POSITIONS), slot_mapping={}, skip_compiled=True
     )

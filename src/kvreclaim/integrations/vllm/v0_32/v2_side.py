@@ -183,7 +183,7 @@ class ReclaimModelState(DefaultModelState):
     reclaim: Applier
 
     def prepare_attn(self, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Prepare real batches, captures and dummy runs alike."""
+        """Prepare real batches, captures and dummy runs."""
         return super().prepare_attn(_rows(self.reclaim).shortened(input_batch), *args, **kwargs)
 
 
@@ -191,7 +191,7 @@ def adopt_v2(runner: Any, applier: Applier) -> None:
     """Have this runner carry out passes. After its cache is there and before graphs are captured. A later
     applier takes the place of an earlier one.
 
-    Raises: UnsupportedModelError for a model whose attention metadata are not made the default way.
+    Raises: UnsupportedModelError for a model with its own way of making attention metadata.
     """
     state = runner.model_state
     if type(state) not in (DefaultModelState, ReclaimModelState):

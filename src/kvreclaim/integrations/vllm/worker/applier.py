@@ -203,15 +203,15 @@ class Applier:
         return lambda _: NO_SIGNALS
 
     def _forget(self, output: Any) -> None:
-        if gone := gone_requests(output):
-            self.rows.forget(gone)
-            self.positions.forget(gone)
-            for request_id in gone:
+        if ended := gone_requests(output):
+            self.rows.forget(ended)
+            self.positions.forget(ended)
+            for request_id in ended:
                 self.prompts.pop(request_id, None)
             if self.uneven is not None:
-                self.uneven.forget(gone)
+                self.uneven.forget(ended)
             if self.trace is not None:
-                self.trace.forget(gone)
+                self.trace.forget(ended)
 
 
 def gone_requests(output: Any) -> list[str]:

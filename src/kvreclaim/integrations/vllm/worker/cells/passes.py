@@ -96,14 +96,14 @@ class UnevenPasses:
         return block * self.views.ratio + np.arange(self.views.ratio)
 
     def _move(self, request: CellQuestion, choice: UnevenChoice, blocks: np.ndarray) -> CellTable:
-        """Heads are read whole before they are written, MAX_BYTES at a time."""
+        """Move the survivors. Heads are read whole before they are written, MAX_BYTES at a time."""
         size, kept = self.grid.block_size, choice.kept
-        wanted, held = kept.counts // size, request.tokens // size
-        table, order = assign_cells(request.present, held, wanted, self.grid.natural(blocks))
-        moves = CellMoves(request.present, held, kept, table, order)
+        num_kept, num_held = kept.counts // size, request.tokens // size
+        table, order = assign_cells(request.present, num_held, num_kept, self.grid.natural(blocks))
+        moves = CellMoves(request.present, num_held, kept, table, order)
         for slots, sources, targets in moves.parts(size, MAX_BYTES // self.grid.cell_bytes):
             self.grid.layout.compact(slots[None], sources, targets)
-        return CellTable(table, wanted, len(blocks), choice.prompt_slots + request.prompt_tail)
+        return CellTable(table, num_kept, len(blocks), choice.prompt_slots + request.prompt_tail)
 
 
 class CellQuestion:
