@@ -25,16 +25,16 @@ E = TypeVar("E", bound="Extension")
 
 
 class HitLostError(Exception):
-    """What a sequence was to begin with is not there: it begins without."""
+    """The prefix hit of a sequence is missing, so the sequence begins without it."""
 
 
 class Extension:
-    """A feature that overrides the methods it needs; these do nothing.
+    """A feature that overrides the methods it needs. The default methods do nothing.
 
-    A HitLostError of admitted lets the sequence wait again. What else admitted, forked, compressed or
-    processed raises ends the request with reason "error". expand, attend and attended are tried
-    again for each sequence of the step alone, and end the request for which they fail. prepare ends all
-    requests of the step. A failure of ending or released is logged. The other methods must not raise.
+    A HitLostError of admitted returns the sequence to the queue. Other errors of admitted, forked, compressed
+    and processed end the request with reason "error". expand, attend and attended are retried for each
+    sequence of the step alone, and end the request for which they fail. An error of prepare ends all requests
+    of the step. A failure of ending or released is logged. The other methods must not raise.
 
     rank: extensions are called from the lowest to the highest
     """
@@ -42,38 +42,38 @@ class Extension:
     rank: ClassVar[int] = 0
 
     def begin_step(self) -> None:
-        """Before a step is scheduled. May queue requests."""
+        """Called before a step is scheduled. May queue requests."""
 
     def added(self) -> None:
         """A request has been queued."""
 
     def idle(self) -> bool:
-        """Nothing can run. Whether the extension has waited for something that may change that."""
+        """Called when nothing can run. Return whether the extension has waited for an event that may help."""
         return False
 
     def preempted(self, seq: Seq, *, parked: bool) -> None:
         """The plan takes a sequence's blocks. parked: their content will be kept."""
 
     def planned(self, plan: StepPlan) -> None:
-        """A step has been planned; its victims are known, and nobody has begun yet."""
+        """A step has been planned. Its victims are known, and no sequence has begun yet."""
 
     def admitted(self, seq: Seq, begun: Admitted) -> None:
-        """The plan lets a sequence begin, or go on where it was parked."""
+        """The plan admits a sequence, which begins or resumes after parking."""
 
     def begun(self, plan: StepPlan) -> None:
-        """All that the plan admits have begun."""
+        """All admitted sequences of the plan have begun."""
 
     def prepare(self, plan: StepPlan) -> None:
-        """Once for each plan, before its blocks are copied or written. May move blocks."""
+        """Called once per plan, before its blocks are copied or written. May move blocks."""
 
     def expand(self, step: list[Scheduled]) -> list[Scheduled]:
-        """Before a forward pass: the runs of tokens to compute, at least one for each item, in their order. A
-        pass that fails is tried again from here."""
+        """Return the runs of tokens that a forward pass computes, at least one per item, in their order. A
+        failed pass is retried from here."""
         return step
 
     def attend(self, runs: list[Scheduled], batch: AttentionBatch | None) -> Sequence[AttentionHook]:
-        """Return what sees each layer's attention call, after its keys were written and before it attends.
-        batch: None where the cache lies in host memory."""
+        """Return hooks for each layer's attention call, after its keys are written and before it attends.
+        batch: None for a cache in host memory."""
         return ()
 
     def attended(self, step: list[Scheduled]) -> None:
@@ -92,34 +92,34 @@ class Extension:
         """A sequence's tokens have been drawn and its pass, if one was due, has been run."""
 
     def propose(self, running: Sequence[Seq]) -> None:
-        """Behind the step: set draft_ids of sequences for the next one."""
+        """Set draft_ids of sequences for the next step, at the end of a step."""
 
     def end_step(self, stats: StepStats) -> None:
-        """The step's figures."""
+        """The step has ended with these figures."""
 
     def forked(self, parent: Seq, child: Seq) -> None:
-        """A child begins with all that its parent has."""
+        """A child has been forked, and begins with its parent's tokens and state."""
 
     def lost(self, seq: Seq) -> None:
-        """Drop the state of a parked sequence: it may not have arrived, and is computed again."""
+        """Drop the state of a parked sequence: its transfer may have failed, so it is recomputed."""
 
     def unmoved(self, plan: StepPlan) -> None:
-        """Preparing the plan's blocks has failed: nobody knows what they hold."""
+        """Preparing the plan's blocks has failed, so their contents are unknown."""
 
     def invalidated(self, seq: Seq) -> None:
-        """Forget what a sequence's blocks hold: it may be wrong, and nobody may find it any more."""
+        """Forget the contents of a sequence's blocks, which may be wrong, so that no request finds them."""
 
     def ending(self, seq: Seq) -> None:
-        """A sequence ends, not by an error, and holds its blocks for the last time."""
+        """A sequence is about to end without an error. It still holds its blocks."""
 
     def reset(self, seq_id: int) -> None:
-        """Nothing of a sequence is kept: it is computed again from its tokens."""
+        """Drop all state of a sequence, which is recomputed from its tokens."""
 
     def released(self, seq_id: int) -> None:
-        """A sequence has ended, or is gone for good."""
+        """A sequence has ended."""
 
     def describe(self) -> str:
-        """For the line that the engine logs at its start; empty: nothing."""
+        """Return the extension's part of the engine's log line at the start; empty: nothing."""
         return ""
 
     def close(self) -> None:
@@ -127,12 +127,12 @@ class Extension:
 
 
 class Extensions:
-    """The extensions of one engine, `ordered` by their ranks; shared by all who call them."""
+    """The extensions of one engine, `ordered` by their ranks. All callers share this object."""
 
     def __init__(self) -> None:
         self.ordered: tuple[Extension, ...] = ()
 
     def add(self, extension: E) -> E:
-        """Take an extension in, at the place of its rank."""
+        """Insert an extension by its rank."""
         self.ordered = tuple(sorted((*self.ordered, extension), key=lambda each: each.rank))
         return extension

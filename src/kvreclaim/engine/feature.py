@@ -1,8 +1,8 @@
-"""Features of requests. This file is all that a feature has to know of the engine's side.
+"""Features of requests. This file is the whole interface between a feature and the engine.
 
 A feature is a folder under `engine/features/` and one line in `engine/features/__init__.py`. The folder has
 
-- a frozen dataclass, the *option*: what one request may ask for. Requests carry options by their type in
+- a frozen dataclass, the *option*: the arguments of one request. Requests carry options by their type in
   `RequestSpec.options`. A request without the option does not have the feature.
 - a class derived from `RequestFeature`. Each engine makes one object of it. Its methods are called for the
   requests that have the feature, and for no others.
@@ -12,7 +12,7 @@ A request meets the feature in this order:
 1. A prompt in Python (`{"prompt": text, "drop_spans": ...}`) or an HTTP body names fields of the option.
    `option_of` makes the option from them.
 2. `Engine.add` calls `is_on`, then `conditions` for the compatibility table, then `claim`: the feature checks
-   its option, raises an InvalidArgumentError that names the remedy, or changes what the request may hold.
+   its option, raises an InvalidArgumentError that names the remedy, or changes the request's footprint.
    `limited` follows when the lengths have been checked.
 3. `begin`: the request has its first sequence, which is not queued yet.
 4. While it runs: `reader` for each of its outputs, `before_pass` in each step that computes it.
@@ -115,18 +115,18 @@ class RequestFeature:
 
     @classmethod
     def option_of(cls, given: Mapping[str, Any]) -> Any:
-        """The option with these of its fields; None: all are absent. Raises: InvalidArgumentError."""
-        there = {name: value for name, value in given.items() if value is not None}
-        return cls.option(**there) if there else None
+        """Return the option with the given fields; None if all are absent. Raises: InvalidArgumentError."""
+        present = {name: value for name, value in given.items() if value is not None}
+        return cls.option(**present) if present else None
 
     def is_on(self, spec: RequestSpec, *, is_child: bool) -> bool:
-        """Whether a request has the feature. is_child: it is computed on behalf of another one"""
+        """Return whether a request has the feature. is_child: another request needs its result"""
         if spec.option(self.option) is not None or (self.is_default and not is_child):
             return True
         return self.parameter is not None and getattr(spec.params, self.parameter) is not None
 
     def conditions(self, spec: RequestSpec) -> Mapping[Feature, object]:
-        """Rows of the compatibility table that concern the request, with the values in messages."""
+        """Return rows of the compatibility table that apply to the request, with the values in messages."""
         return {}
 
     def claim(self, draft: RequestDraft) -> None:

@@ -80,7 +80,7 @@ def num_shared(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 
 def _begun_otherwise(messages: Sequence[Message]) -> list[Message]:
-    """The same with another text in the first message that is no system prompt."""
+    """Return the messages with other text in the first message that is not a system prompt."""
     for at, message in enumerate(messages):
         content = message.get("content")
         if content and message["role"] not in SYSTEM_ROLES:
@@ -100,18 +100,18 @@ def chat_text(
     continue_final_message: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """The prompt of the assistant's next turn, as text that holds its special tokens too.
+    """Return the prompt of the assistant's next turn, as text that includes its special tokens.
 
     Args:
-        messages:               each a mapping with "role" and what else the template reads; None is left out
-        tools:                  definitions as JSON values, for a template that has a place for them
-        chat_template:          Jinja text in place of the tokenizer's own
-        add_generation_prompt:  end with what begins the assistant's turn
+        messages:               mappings with "role" and the template's other keys; None values are left out
+        tools:                  definitions as JSON values, for a template that supports them
+        chat_template:          Jinja text instead of the tokenizer's own
+        add_generation_prompt:  end with the beginning of the assistant's turn
         continue_final_message: leave the last message open instead, for its continuation
         template_kwargs:        further variables of the template
 
-    Raises: InvalidArgumentError without tokenizer or template, for what the template does not read, and with
-    the template's own words where it raises.
+    Raises: InvalidArgumentError without tokenizer or template, for arguments that the template does not read,
+    and with the template's message if it raises.
     """
     _check_messages(messages)
     _check_ending(add_generation_prompt, continue_final_message)
@@ -234,12 +234,12 @@ def _check_variables(
 
 @lru_cache(maxsize=16)
 def variables_of(template: str) -> frozenset[str]:
-    """Variables that a template reads; none if it is no valid template."""
+    """Return the variables that a template reads; none if it is not valid."""
     try:
         environment = _compile_jinja_template(template).environment
         read = find_undeclared_variables(environment.parse(template))
     except TemplateError:
-        return frozenset()  # rendering says what is wrong with it
+        return frozenset()  # rendering raises the error
     return frozenset(read) - environment.globals.keys()
 
 

@@ -26,19 +26,19 @@ from kvreclaim.refusals.max_loss import ENGINE_MEASURED, refuse_chunk, refuse_un
 logger = logging.getLogger(__name__)
 
 DEFAULT_CHUNK = EngineConfig().max_num_batched_tokens
-"""Most prompt tokens that are computed at once where the loss is measured."""
+"""Chunk size with which loss curves are measured."""
 FEW_TOKENS = 200
-"""Tokens a head below which policy auto warns: SmolLM2-135M loses a third at 102 (docs/evidence.md)."""
+"""Tokens per head below which policy auto warns: SmolLM2-135M loses a third at 102 (docs/evidence.md)."""
 
 
 class Compressors:
-    """One compressor for each setting. A file of statistics is read once, on whatever many settings it bears,
-    and lies on the model's device once. Any thread may ask.
+    """One compressor per setting. A file of statistics is read once for all settings, and is on the model's
+    device once. Methods may be called from any thread.
 
-    stats_file: of settings that name none; it need not exist
+    stats_file: for settings that name none; it need not exist
     backend:   see Compressor
     kv_format: of the engine's cache
-    engine:    its options, as they were given
+    engine:    its options, as given
     """
 
     def __init__(
@@ -61,16 +61,16 @@ class Compressors:
         self._making, self._looking = RLock(), Lock()
 
     def kept(self, config: CompressionConfig) -> Compressor | None:
-        """The setting's compressor if it has been made and is kept still; never waits for one to be made."""
+        """Return the setting's compressor if it is cached. Never waits for one to be made."""
         with self._looking:
             compressor = self._kept.pop(config, None)
             if compressor is not None:
-                self._kept[config] = compressor  # behind those that were not used since
+                self._kept[config] = compressor  # most recently used last
             return compressor
 
     def of(self, config: CompressionConfig) -> Compressor:
-        """The setting's compressor; the last 16 are kept. The first time it may read a file. Raises what
-        Compressor raises, and InvalidArgumentError for a policy that does not go with the KV format."""
+        """Return the setting's compressor; the last 16 are kept. The first call may read a file. Raises what
+        Compressor raises, and InvalidArgumentError for a policy that the KV format does not support."""
         with self._making:
             compressor = self.kept(config)
             if compressor is None:
@@ -82,8 +82,8 @@ class Compressors:
             return compressor
 
     def resolved(self, config: CompressionConfig) -> CompressionConfig:
-        """The setting with the policy that the model's statistics name where it says "auto"; it may read a
-        file the first time.
+        """Return the setting with "auto" replaced by the policy that the model's statistics name. The first
+        call may read a file.
 
         Raises: InvalidArgumentError, StatsMismatchError. With max_loss also if the statistics hold no curve.
         """
@@ -97,8 +97,8 @@ class Compressors:
         return config
 
     def promised(self, config: CompressionConfig, num_tokens: int) -> CompressionConfig:
-        """The setting for a prompt of this length: with the budget of the loss curve in place of max_loss,
-        and in tokens where it is a share.
+        """Return the setting for a prompt of this length: with the budget of the loss curve instead of
+        max_loss, and in tokens if it is a share.
 
         Raises: InvalidArgumentError, StatsMismatchError.
         """
@@ -126,7 +126,7 @@ class Compressors:
         return config.promised(curve, self._kv_cache_dtype, num_tokens, self._block_size)
 
     def _checked(self, config: CompressionConfig) -> QueryStats | None:
-        """The statistics of a setting, if there are any; nobody waits for those that have been read."""
+        """Return the statistics of a setting, or None. Statistics that have been read need no lock."""
         source = stats_source(config, self._stats_file)
         if source is None:
             return None

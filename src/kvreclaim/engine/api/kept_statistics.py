@@ -22,17 +22,17 @@ from kvreclaim.model_paths import statistics_beside, stats_home
 logger = logging.getLogger(__name__)
 
 SAMPLED = 1024
-"""First numbers of each weight that name a model: fine-tuned models of one architecture share all else."""
+"""Leading numbers of each weight that identify a model, as fine-tuned models share the architecture."""
 
 
 def statistics_file(model: str | os.PathLike[str], loaded: LoadedModel) -> Path:
-    """Return the file beside the weights, or the one that calibration keeps in the cache directory.
+    """Return the file next to the weights, or the one that calibration keeps in the cache directory.
 
-    Under hf_overrides the file beside the weights counts only if it was measured with them.
+    Under hf_overrides the file next to the weights counts only if it was measured with them.
     """
-    beside = statistics_beside(model)
-    if beside.is_file() and (not loaded.facts.overridden or _fits(beside, loaded)):
-        return beside
+    file = statistics_beside(model)
+    if file.is_file() and (not loaded.facts.overridden or _fits(file, loaded)):
+        return file
     return kept_statistics(loaded)
 
 

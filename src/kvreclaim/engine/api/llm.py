@@ -236,10 +236,10 @@ class LLM(ModelEngine):
         self._run(requests, use_tqdm, None)
         return [request.score_output() for request in requests]
 
-    def _add_all(self, prompts: Sequence[Prompt], **asked: Any) -> list[Request]:
-        """Queue all or none; asked: arguments of `add_prompt`, each for all prompts or a list of one each."""
+    def _add_all(self, prompts: Sequence[Prompt], **arguments: Any) -> list[Request]:
+        """Queue all or none. arguments: of `add_prompt`, each for all prompts or a list of one per prompt."""
         requests: list[Request] = []
-        columns = {name: _one_each(name, value, len(prompts)) for name, value in asked.items()}
+        columns = {name: _one_each(name, value, len(prompts)) for name, value in arguments.items()}
         rows = zip(prompts, *columns.values(), strict=True)
         items = [dict(zip(("prompt", *columns), row, strict=True)) for row in rows]
         try:
@@ -260,7 +260,7 @@ class LLM(ModelEngine):
         messages: Sequence[Message],
         template: dict[str, Any],
     ) -> CompressionConfig | None:
-        """The compression of a conversation, whose system prompt and tools it protects."""
+        """Return a conversation's compression. It protects the system prompt and tools."""
         config = self.compression if config is None else config
         if not isinstance(config, CompressionConfig) or not config.protect_system:
             return config

@@ -1,4 +1,4 @@
-"""A model with its engine, and what may be asked of the two beside running requests."""
+"""A model with its engine, and operations on both next to running requests."""
 
 from __future__ import annotations
 
@@ -62,16 +62,16 @@ class LLMStats:
 
 
 class ModelEngine:
-    """A loaded model and its engine, with a compression for requests that bring none; a context manager that
-    closes it.
+    """A loaded model and its engine, with a default compression for requests; a context manager that closes
+    it.
 
     Args:
-        loaded, stats_file: the model, and where its statistics are, or would be
-        config:             as the caller gave it: what it leaves open is chosen
+        loaded, stats_file: the model, and the path of its statistics, which need not exist
+        config:             of the caller; options that it leaves open are chosen
         compression:        of requests without their own; None keeps every token
-        draft:              of another engine, whose weights may serve this one, too
-        stats:              from which a coded cache knows how to store keys; None: those of `compression`, or
-                            else stats_file
+        draft:              a draft model of another engine; its weights are shared if they fit
+        stats:              statistics for the key transform of a coded cache; None: those of `compression`,
+                            otherwise of stats_file
 
     Raises: InvalidArgumentError, StatsMismatchError.
     """
@@ -85,7 +85,7 @@ class ModelEngine:
         draft: DraftModel | None = None,
         stats: StatsSource | None = None,
     ) -> None:
-        self.loaded, self.stats_file, self._asked = loaded, stats_file, config
+        self.loaded, self.stats_file, self._given_config = loaded, stats_file, config
         self.draft = load_draft(config, loaded, draft)
         spoken_for = loaded.mapped_bytes
         if self.draft is not None:
@@ -138,13 +138,13 @@ class ModelEngine:
     def sibling(self, *, stats: StatsSource | None = None, **changes: Any) -> Self:
         """A second engine on the same weights (and draft model's weights), with a pool of its own.
 
-        stats:   from which a coded cache knows how to store keys; None: as in this engine
-        changes: engine options that differ from this engine's. Options that were left to the engine are
-                 chosen again, from the memory that is free now
+        stats:   statistics for the key transform of a coded cache; None: as in this engine
+        changes: engine options that differ from this engine's. Options that were left open are chosen again,
+                 from the memory that is free now
 
         Raises: InvalidArgumentError.
         """
-        options = {field.name: getattr(self._asked, field.name) for field in fields(EngineConfig)}
+        options = {field.name: getattr(self._given_config, field.name) for field in fields(EngineConfig)}
         config = EngineConfig.from_options(options | changes)
         for name in OF_THE_WEIGHTS:
             if getattr(config, name) != options[name]:
@@ -173,9 +173,9 @@ class ModelEngine:
         prompt: Prompt,
         sampling_params: SamplingParams,
         compression: CompressionConfig | None = None,
-        **asked: Any,
+        **spec_fields: Any,
     ) -> Request:
-        """Queue a request under the next id. asked: RequestSpec's other fields
+        """Queue a request under the next id. spec_fields: RequestSpec's other fields
 
         Raises: InvalidArgumentError, RequestTooLongError.
         """
@@ -187,7 +187,7 @@ class ModelEngine:
         request_id = f"request-{next(self._ids)}"
         spec = self.promised(
             request_of(
-                prompt, self._encode, request_id=request_id, params=params, compression=config, **asked
+                prompt, self._encode, request_id=request_id, params=params, compression=config, **spec_fields
             )
         )
         if params.thinking_token_budget is not None:
@@ -244,7 +244,7 @@ class ModelEngine:
             grammars = self.engine.grammars
         grammars.matcher(params)
 
-    # What the engine holds.
+    # State of the engine.
 
     def stats(self) -> LLMStats:
         """A copy of the present figures: requests, blocks, offload and counters."""

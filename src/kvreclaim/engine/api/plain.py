@@ -1,4 +1,4 @@
-"""Text that somebody wrote stays text, although it spells a control token such as <|im_end|>."""
+"""Keep a user's text from being tokenized as control tokens such as <|im_end|>."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kvreclaim.model.loader import Tokenizer
 
 
 class PlainText:
-    """Breaks control tokens within what users wrote by a mark, before a template writes its own beside them.
+    """Breaks control tokens in users' texts with a mark, before a template adds its own control tokens.
 
-    Where there is a mark, a copy of the tokenizer that knows it as a token splits the text there; the mark's
-    ids are dropped. So nothing else changes, and text without control tokens takes the usual way. A control
-    token of one character cannot be broken.
+    A copy of the tokenizer has the mark as a token, so it splits the text there. The mark's ids are dropped.
+    Nothing else changes, and text without control tokens uses the original tokenizer. A control token of one
+    character cannot be broken.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, allow: bool = False) -> None:
-        """allow: what spells a control token is one"""
+        """allow: tokenize text as control tokens, without marks"""
         self.tokenizer = tokenizer
         self._mark = f"x{secrets.token_hex(12)}x"  # letters and digits: filters of templates leave them alone
         added = sorted(tokenizer.added_tokens_decoder.values(), key=lambda token: -len(token.content))
@@ -30,7 +30,7 @@ class PlainText:
         self._control = re.compile("|".join(control)) if control and not allow else None
 
     def guard(self, value: Any) -> Any:
-        """The same JSON value with marks in its texts, names of fields too."""
+        """Return the JSON value with marks in its strings, including the names of fields."""
         if self._control is None:
             return value
         if isinstance(value, str):
@@ -40,13 +40,13 @@ class PlainText:
         return [self.guard(each) for each in value] if isinstance(value, list) else value
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of what a template made of guarded values."""
+        """Return the token ids of a template's text with guarded values."""
         if self._mark not in text:
             return list(self.tokenizer.encode(text, add_special_tokens=False))
         return self.encode_with_ends(text)[0]
 
     def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
-        """The same, and where in the text each token ends."""
+        """Return the token ids, and the end of each token in the text."""
         if self._mark not in text:
             encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
             return list(encoding["input_ids"]), [end for _, end in encoding["offset_mapping"]]
@@ -69,5 +69,5 @@ class PlainText:
 
 
 def _pattern(token: AddedToken) -> str:
-    """One that is looked for in normalized text may be spelled in other cases."""
+    """Return a pattern for the token. A token that is matched in normalized text may have any case."""
     return f"(?i:{re.escape(token.content)})" if token.normalized else re.escape(token.content)

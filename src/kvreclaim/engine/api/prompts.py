@@ -97,7 +97,7 @@ def _has_chunks(prompt: object) -> bool:
 
 
 def _divided(prompt: Prompt) -> tuple[Any, dict[str, Any]]:
-    """A prompt's content, and what a mapping says beside it. Raises: InvalidArgumentError."""
+    """Return a prompt's content, and the other keys of a mapping. Raises: InvalidArgumentError."""
     if not isinstance(prompt, Mapping):
         return prompt, {}
     options, keys = dict(prompt), prompt_keys()

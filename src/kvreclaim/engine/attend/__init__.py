@@ -1,1 +1,1 @@
-"""How a step reads the cache: block tables, windows, unequal heads, sparse reads, streamed tiles."""
+"""Cache reads of a step: block tables, windows, unequal heads, sparse reads, streamed tiles."""

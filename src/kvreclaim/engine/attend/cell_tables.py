@@ -1,4 +1,4 @@
-"""Block tables of sequences whose heads hold unequal numbers of tokens."""
+"""Block tables of sequences with unequal numbers of tokens per head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvreclaim.ops.kv_cache import KVCache
 
 
 def head_cells(seq: Sequence, memory: MemoryManager, cache: KVCache) -> np.ndarray:
-    """grown_cells of the sequence's present table, remembered until that changes."""
+    """Return grown_cells of the sequence's current table, cached until the table changes."""
     table = memory.table(seq.seq_id)
     if seq.cell_cache is None or seq.cell_cache[0] != table.version:
         seq.cell_cache = (table.version, grown_cells(seq.state.cells, seq.block_row(table), cache))
@@ -27,7 +27,7 @@ def head_cells(seq: Sequence, memory: MemoryManager, cache: KVCache) -> np.ndarr
 def grown_cells(cells: CellTable | None, blocks: np.ndarray, cache: KVCache) -> np.ndarray:
     """[L, K, W] int32: the cells of each head in token order, padded with cells of the sequence.
 
-    cells: where the last pass has put them; blocks: [blocks] int, the table with what was appended since
+    cells: after the last pass; blocks: [blocks] int, the table with the blocks appended since
     """
     if cells is None:
         return natural_cells(cache, blocks)
@@ -44,13 +44,13 @@ def head_lengths(cells: CellTable | None, num_slots: int, cache: KVCache) -> np.
 def uneven_part(
     items: list[Scheduled], rows: Tensor, memory: MemoryManager, cache: KVCache, ops: Backend
 ) -> HeadPart:
-    """The part of sequences whose heads hold unequal numbers of tokens. What all layers need is made here,
-    at once, and sent to the device together."""
+    """Return the part of sequences with unequal numbers of tokens per head. The tables of all layers are
+    made here and device_arrays to the device together."""
     size, heads, device = cache.block_size, cache.num_kv_heads, cache.device
     cells = [head_cells(item.seq, memory, cache) for item in items]
-    behind = [item.row.first - item.seq.num_computed + item.num_tokens for item in items]
+    num_new = [item.row.first - item.seq.num_computed + item.num_tokens for item in items]
     physical = [
-        memory.table(item.seq.seq_id).physical_len + new for item, new in zip(items, behind, strict=True)
+        memory.table(item.seq.seq_id).physical_len + new for item, new in zip(items, num_new, strict=True)
     ]
     lengths = np.concatenate(
         [head_lengths(item.seq.state.cells, n, cache) for item, n in zip(items, physical, strict=True)],
@@ -58,21 +58,21 @@ def uneven_part(
     )
     tables = np.empty((*lengths.shape, max(own.shape[-1] for own in cells)), dtype=np.int32)
     for i, own in enumerate(cells):
-        its = tables[:, i * heads : (i + 1) * heads]
-        its[..., : own.shape[-1]] = own
-        its[..., own.shape[-1] :] = own[..., -1:]
+        target = tables[:, i * heads : (i + 1) * heads]
+        target[..., : own.shape[-1]] = own
+        target[..., own.shape[-1] :] = own[..., -1:]
     query_lens = np.repeat([item.num_tokens for item in items], heads)
     starts = torch.from_numpy(np.cumsum([0, *query_lens], dtype=np.int32)).to(device)
-    sent = torch.from_numpy(tables).to(device), torch.from_numpy(lengths.astype(np.int32)).to(device)
-    nothing = torch.zeros(lengths.shape[1], dtype=torch.int32, device=device)
+    device_arrays = torch.from_numpy(tables).to(device), torch.from_numpy(lengths.astype(np.int32)).to(device)
+    no_shifts = torch.zeros(lengths.shape[1], dtype=torch.int32, device=device)
     longest, most_queries = lengths.max(axis=1).tolist(), int(query_lens.max())
 
     def batch(layer: int, _: Tensor) -> CellBatch:
         arrays = BatchArrays(
-            block_table=sent[0][layer],
+            block_table=device_arrays[0][layer],
             query_starts=starts,
-            seq_lens=sent[1][layer],
-            shifts=nothing,
+            seq_lens=device_arrays[1][layer],
+            shifts=no_shifts,
             max_query_len=most_queries,
             max_seq_len=longest[layer],
         )

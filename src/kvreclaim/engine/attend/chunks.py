@@ -1,9 +1,9 @@
-"""Chunks that were computed alone and are reused out of place: keys turned to where they stand now, values as
-they are, and some tokens computed anew.
+"""Chunks that were computed alone and are reused at other positions: their keys are rotated, their values are
+copied, and some tokens are recomputed.
 
-Tokens that are computed anew go through the model in runs: each contiguous run is a sequence of its own, over
-the same table, up to the run's last token, so that every token sees exactly the keys before it (methods that
-compact rows under one mask let earlier tokens see later ones).
+Recomputed tokens go through the model in runs. Each contiguous run is a sequence of its own over the same
+table, up to the run's last token, so every token attends to exactly the keys before it. (Methods that compact
+rows under one mask let earlier tokens attend to later ones.)
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from kvreclaim.schedule import Row
 
 
 def has_chunks(item: Scheduled) -> bool:
-    """Whether some of the item's tokens may be of a chunk that is reused."""
+    """Return whether some of the item's tokens may be of a reused chunk."""
     reuse = item.seq.request.reuse
     return reuse is not None and item.seq.num_computed < len(reuse.anew)
 
 
 def expanded(step: Sequence[Scheduled]) -> list[Scheduled]:
-    """A step with an item for each run of tokens that are computed."""
+    """Return the step with one item per run of computed tokens."""
     return [
         part
         for item in step
@@ -46,7 +46,7 @@ def expanded(step: Sequence[Scheduled]) -> list[Scheduled]:
 
 
 def _runs(item: Scheduled) -> list[range]:
-    """The item's runs of computed tokens; at least the last one, for its logits (`bring_last` undoes it)."""
+    """Return the item's runs of computed tokens; at least its last one, for logits (see `bring_last`)."""
     start, reuse = item.seq.num_computed, item.seq.request.reuse
     stop = start + item.num_tokens
     if reuse is None or start >= len(reuse.anew):
@@ -70,14 +70,14 @@ def _parted(run: range, reuse: Reuse) -> list[range]:
 
 
 class ChunkLoader:
-    """Writes the keys and values of chunks to where a prompt has them."""
+    """Writes the keys and values of chunks to a prompt's slots."""
 
     def __init__(self, memory: MemoryManager, cache: KVCache, ops: Backend, facts: ModelFacts) -> None:
         self.memory, self.cache, self.ops = memory, cache, ops
         self.layouts = [layer.rope for layer in facts.layers]
 
     def bring(self, item: Scheduled) -> None:
-        """All that the item's tokens have of chunks. What is no longer there is computed anew."""
+        """Copy the reused tokens of an item. Tokens that have left the cache are marked for recomputation."""
         reuse, start = item.seq.request.reuse, item.seq.num_computed
         if reuse is None:
             return
@@ -88,7 +88,7 @@ class ChunkLoader:
                 self._copy(item, reuse, source, first, last)
 
     def bring_last(self, item: Scheduled) -> None:
-        """The last token again, where it was computed for its logits alone."""
+        """Copy the last token again, if it was computed for its logits only."""
         reuse, at = item.seq.request.reuse, item.seq.num_computed + item.num_tokens - 1
         if reuse is None or at >= len(reuse.anew) or reuse.anew[at]:
             return
@@ -97,12 +97,12 @@ class ChunkLoader:
 
     def _copy(self, item: Scheduled, reuse: Reuse, source: ReusedChunk, first: int, last: int) -> None:
         match = self.memory.match_prefix(source.keys)
-        there = source.origin + len(match.entries) * self.cache.block_size
-        if there < last:
-            gone = slice(max(first, there), last)
-            reuse.num_gone += int((~reuse.anew[gone]).sum())
-            reuse.anew[gone] = True
-            last = there
+        available_end = source.origin + len(match.entries) * self.cache.block_size
+        if available_end < last:
+            missing = slice(max(first, available_end), last)
+            reuse.num_gone += int((~reuse.anew[missing]).sum())
+            reuse.anew[missing] = True
+            last = available_end
         if first >= last:
             return
         size, device = self.cache.block_size, self.cache.device
@@ -123,39 +123,39 @@ class ChunkLoader:
 
 
 class AttentionProbe:
-    """Sums up what the tokens behind the last chunk attend to, of prompts whose reuse is only tried."""
+    """Sums the attention of the tokens after the last chunk, for prompts that measure reuse."""
 
     def __init__(
         self, step: Sequence[Scheduled], batch: AttentionBatch, cache: KVCache, ops: Backend
     ) -> None:
         self.cache, self.ops = cache, ops
         starts = np.cumsum([0, *batch.query_lens]).tolist()
-        self._asking = [
+        self._probed = [
             (slice(starts[i], starts[i + 1]), batch.part([i]), item.seq.request.reuse)
             for i, item in enumerate(step)
-            if _is_asked(item)
+            if _is_probed(item)
         ]
         self._sums: dict[int, Tensor] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._asking)
+        return bool(self._probed)
 
     def see(self, call: AttentionCall) -> None:
-        for i, (rows, batch, reuse) in enumerate(self._asking):
+        for i, (rows, batch, reuse) in enumerate(self._probed):
             if reuse is not None and call.layer in reuse.layers:
                 sums = self.ops.column_sums(call.q[rows], self.cache.layers[call.layer], batch)[0].sum(0)
                 self._sums[i] = sums + self._sums.get(i, 0)
 
     def commit(self) -> None:
         for i, sums in self._sums.items():
-            reuse = self._asking[i][2]
+            reuse = self._probed[i][2]
             assert reuse is not None
             assert reuse.scores is not None
             width = min(len(sums), len(reuse.scores))
             reuse.scores[:width] += sums[:width].cpu().numpy()
 
 
-def _is_asked(item: Scheduled) -> bool:
+def _is_probed(item: Scheduled) -> bool:
     reuse, first = item.seq.request.reuse, item.row.first
     if reuse is None or reuse.scores is None:
         return False

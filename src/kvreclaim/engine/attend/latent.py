@@ -46,9 +46,9 @@ LatentParts = tuple[ExpandedPart | AbsorbedPart, ...]
 
 
 def latent_parts(call: LatentCall, batch: AttentionBatch) -> LatentParts:
-    """Groups of sequences by how they attend, made once per step; () if all absorb.
+    """Group sequences by their kind of attention, once per step; () if all absorb.
 
-    Expanded are those whom it saves multiplications (UpProjection.expands): long prompts and chunks of them.
+    Sequences are expanded if that saves multiplications (UpProjection.expands), as for long prompts.
     Slots at positions of their own stay absorbed, and so do layers with a window, soft-capping or sinks.
     """
     plain, softmax = call.call, call.call.softmax

@@ -21,10 +21,10 @@ class PagedKVBatch:
     """Serves the attention layers of one forward pass from the paged cache (model.attention.KVBatch).
 
     layers:   every layer of the model, at `places` in the tables
-    batches:  of each table; the first one's is that of compression, observers and parts, whose layers are the
-              layers of the cache
-    observer: sees every call, if policies of the step need signals
-    parts:    make the batch up; none if it is attended as a whole
+    batches:  one per table; the first one is used by compression, observers and parts, with the layers of
+              the cache
+    observer: called for every attention call, if policies of the step need signals
+    parts:    of the batch; none if it is attended as a whole
     """
 
     ops: Backend
@@ -40,7 +40,7 @@ class PagedKVBatch:
         return self.batches[0]
 
     def destination(self, layer: int) -> tuple[LayerCache, Tensor]:
-        """Where a layer's keys and values are stored: its place in the cache, and slots [T] int64."""
+        """Return a layer's cache, and the slots [T] int64 that store its keys and values."""
         return self.layers[layer], self.batches[self.places[layer].table].slot_mapping
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -58,7 +58,7 @@ class PagedKVBatch:
         return self.ops.paged_attention(call.q, layer, batch)
 
     def attend_latent(self, call: LatentCall) -> Tensor:
-        """[T, H, dv]: over latents, with keys and values expanded for the sequences whom that serves."""
+        """[T, H, dv]: attention over latents. Keys and values are expanded where that is faster."""
         parts = () if self.parts else latent_parts(call, self.batch)
         if not parts:
             return call.finish(self.attend(call.absorbed()))

@@ -1,4 +1,4 @@
-"""A step whose sequences are not all attended alike: each part answers for its own rows of the step."""
+"""A step with several kinds of attention. Each part computes its own rows of the step."""
 
 from __future__ import annotations
 

@@ -42,10 +42,10 @@ class _Cells:
 
 
 class SparsePart:
-    """One sequence, of whose tokens in the step some read sparsely, in all but the method's first layers.
+    """One sequence with tokens that read sparsely, in all but the method's first layers.
 
     rows:  its tokens in the step
-    dense: what attends for all of them where nothing is left out
+    dense: the part that attends for all of them in the dense layers
     """
 
     def __init__(

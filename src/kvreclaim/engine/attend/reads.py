@@ -72,7 +72,7 @@ class SparseReads:
         self._bias = self._block_bias()
 
     def _block_bias(self) -> Tensor:
-        """[R, N] fp32 added to block scores: blocks that must be read, blocks that are not there yet."""
+        """[R, N] fp32 added to block scores: for blocks that must be read, and for blocks after the row."""
         config, size = self.compressor.config, self.cache.block_size
         blocks = torch.arange(self._num_blocks, device=self.cache.device)
         newest = self.positions[:, None] // size
@@ -84,8 +84,8 @@ class SparseReads:
         return bias
 
     def batch(self, layer: int, q: Tensor) -> CellBatch:
-        """The blocks that each (row, KV head) reads. q: [R, H, D], the rows' queries in this layer, whose
-        keys are in the cache."""
+        """Return the blocks that each (row, KV head) reads. q: [R, H, D], the rows' queries in this layer.
+        Their keys are already in the cache."""
         self._digest(layer)
         scores = self._scores(layer, q)
         bias = self._bias[:, None]

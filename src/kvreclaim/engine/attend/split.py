@@ -1,4 +1,4 @@
-"""Which part of a step attends to which sequences."""
+"""Split a step into parts by their kind of attention."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvreclaim.ops.kv_cache import KVCache
 
 
 def reads_part(item: Scheduled) -> bool:
-    """Whether its queries do not attend to all that the cache holds of the sequence."""
+    """Return whether its queries attend to some of the sequence's cached tokens only."""
     if item.seq.footprint.all_exact:
         return False
     return item.seq.reads_sparsely or bool(sparse_tokens(item))
 
 
 def has_head_tables(item: Scheduled) -> bool:
-    """Whether the sequence's heads do not share one block table in this step."""
+    """Return whether the sequence's heads have block tables of their own in this step."""
     return item.seq.state.cells is not None or reads_part(item)
 
 
@@ -36,7 +36,7 @@ def split(
     ops: Backend,
     digests: DigestStore,
 ) -> tuple[AttentionPart, ...]:
-    """The parts of a step; () if all its sequences have one table for all layers and heads."""
+    """Return the parts of a step; () if all its sequences have one table for all layers and heads."""
     if not any(has_head_tables(item) for item in step):
         return ()
     members: dict[Compressor | bool, list[int]] = {}

@@ -1,4 +1,4 @@
-"""A step's sequences as layers with windows see them: the tokens of the window, and no others."""
+"""A step's sequences for layers with windows: only the tokens of the window."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kvreclaim.ops.groups import LayerGroups
 def window_slots(
     step: list[Scheduled], groups: LayerGroups, memory: MemoryManager
 ) -> list[tuple[SequenceSlots, ...]]:
-    """For each table of a window the step's sequences. Slots are counted from where a sequence's table
-    begins: a window's mask is about differences of slots. Of several chunks each is a sequence of its own."""
+    """Return the step's sequences for each table of a window. Slots are counted from the beginning of a
+    sequence's table, because a window's mask depends on differences only. Each chunk is its own sequence."""
     found: list[tuple[SequenceSlots, ...]] = []
     for n, window in enumerate(groups.windows):
         parts = [part for item in step for part in window_parts(item, n, window, groups.parts, memory)]
@@ -32,7 +32,7 @@ def window_slots(
 def window_batches(
     step: list[Scheduled], groups: LayerGroups, memory: MemoryManager, device: torch.device
 ) -> tuple[AttentionBatch, ...]:
-    """window_slots as batches."""
+    """Return window_slots as batches."""
     size = memory.block_size // groups.parts
     return tuple(AttentionBatch.build(rows, size, device) for rows in window_slots(step, groups, memory))
 
@@ -40,7 +40,7 @@ def window_batches(
 def window_parts(
     item: Scheduled, n: int, window: Window, parts: int, memory: MemoryManager
 ) -> Iterator[tuple[tuple[np.ndarray, ...], int, int]]:
-    """Block ids of each group of layers, new tokens and length of what attention takes for one sequence."""
+    """Yield block ids per group of layers, new tokens and length of each part that attention takes."""
     ids, seq_id = _block_ids(item.seq, n, parts, memory), item.seq.seq_id
     first = memory.windows[n].table(seq_id).first * memory.block_size
     start = memory.table(seq_id).logical_len
@@ -53,7 +53,7 @@ def window_parts(
 
 
 def _block_ids(seq: Sequence, n: int, parts: int, memory: MemoryManager) -> tuple[np.ndarray, ...]:
-    """[blocks] int32 of each group of a sequence's window n, remembered until its table changes."""
+    """[blocks] int32 of each group of a sequence's window n, cached until its table changes."""
     table = memory.windows[n].table(seq.seq_id)
     known = seq.window_cache.get(n)
     if known is None or known[0] != table.version:

@@ -112,18 +112,18 @@ class UnevenPass:
         chosen, positions = choice
         cache, state, kept = self.context.cache, job.seq.state, chosen.kept
         tokens, present = self._lengths(job), self._present(job)
-        held, wanted = -(-tokens // cache.block_size), kept.counts // cache.block_size
+        num_held, num_kept = -(-tokens // cache.block_size), kept.counts // cache.block_size
         cells, order = assign_cells(
-            present, held, wanted, natural_cells(cache, np.array(job.plan.target_ids))
+            present, num_held, num_kept, natural_cells(cache, np.array(job.plan.target_ids))
         )
-        moves = CellMoves(present, held, kept, cells, order)
+        moves = CellMoves(present, num_held, kept, cells, order)
         for slots, sources, targets in moves.parts(cache.block_size, MAX_BYTES // self.cells.bytes_per_block):
             self.context.backend.compact(self.cells, slots[None, None], sources, targets)
             if self.context.signals.scores is not None:
                 self.context.signals.scores.compact_cells(slots, sources, targets)
         if positions is not None:
             state.head_positions = positions
-        state.cells = CellTable(cells, wanted, len(job.plan.target_ids), chosen.prompt_slots)
+        state.cells = CellTable(cells, num_kept, len(job.plan.target_ids), chosen.prompt_slots)
         state.rounded += chosen.moved
         job.seq.cell_cache = None
         return CompactionResult(kept)

@@ -12,7 +12,7 @@ from kvreclaim.ops.turning import turn_moved_keys
 
 
 class Compact:
-    """Chosen slots move to the front; keys whose position is their slot turn when they do."""
+    """Moves the kept slots to the front. Keys are rotated to their new slots if slots are positions."""
 
     def __init__(self, context: PassContext) -> None:
         self.context = context

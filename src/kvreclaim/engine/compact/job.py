@@ -1,4 +1,4 @@
-"""A pass of one sequence: what is planned, and what has been chosen."""
+"""A pass of one sequence: its plan and its result."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvreclaim.schedule import Pass
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompactionJob:
-    """A pass to be carried out. Where survivors move, the sequence's table is the new one already; the bytes
-    of the source blocks stay as they are until every job of the round has chosen."""
+    """A planned pass. If survivors move, the sequence already has its new table. The bytes of the source
+    blocks remain until every job of the round has chosen."""
 
     seq: Sequence
     compressor: Compressor
@@ -30,12 +30,12 @@ class CompactionJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompactionResult:
-    """A pass whose bytes, signals and tensors of state are done.
+    """The result of a pass. Bytes, signals and state tensors are up to date.
 
     kept:         the live slots that stay, ascending: [L | 1, K | 1, M] int64, or unequally many of each head
-    gone:         entries of the table whose blocks nobody needs any more, where nothing moves: the caller
-                  gives them back
-    prompt_slots: leading live slots left that hold prompt tokens, where only the choice tells
+    gone:         table entries with unused blocks, for eviction methods that move nothing; the caller frees
+                  them
+    prompt_slots: remaining leading slots with prompt tokens, where they depend on the choice
     """
 
     kept: Tensor | HeadRows
@@ -44,12 +44,12 @@ class CompactionResult:
 
 
 class PassMethod(Protocol):
-    """One way of compressing. What choose finds is for apply alone to understand."""
+    """One eviction method. The result of `choose` is an argument of `apply` and opaque to others."""
 
     def choose(self, jobs: list[CompactionJob]) -> list[Any]:
-        """Choose what stays of sequences that share a compressor. Changes nothing."""
+        """Choose the kept slots of sequences that share a compressor. Changes nothing."""
         ...
 
     def apply(self, job: CompactionJob, choice: Any) -> CompactionResult:
-        """Carry it out."""
+        """Carry out a choice."""
         ...

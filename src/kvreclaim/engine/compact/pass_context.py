@@ -1,4 +1,4 @@
-"""A due sequence as compressors read it: its live tokens in their blocks, positions, signals."""
+"""A compressor's view of a due sequence: its live tokens in their blocks, positions, signals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PassContext:
         return move(np.array(job.plan.source_ids), self.cache.device)
 
     def question(self, job: CompactionJob) -> PassQuestion:
-        """Ask a compressor about the live tokens; with positions, if a sliding window asks for them."""
+        """Return a compressor's inputs for the live tokens, with positions if a sliding window needs them."""
         block_ids = self.index(job)
 
         def source(layer: int) -> KeySource:
@@ -63,7 +63,7 @@ class PassContext:
         return replace(found, token_scores=scores)
 
     def moved(self, job: CompactionJob, kept: Tensor) -> None:
-        """The kept slots [L | 1, K | 1, M] are slots 0 .. M - 1 now; their positions and signals follow."""
+        """Move positions and signals of kept slots [L | 1, K | 1, M] to slots 0 .. M - 1."""
         if self._needs_positions(job) or Signal.POSITIONS in job.compressor.policy.needs:
             positions = self.positions(job)
             every_head = kept.expand(*positions.shape[:2], -1)
@@ -71,7 +71,7 @@ class PassContext:
         self.signals.compacted(job.seq, kept)
 
     def _needs_positions(self, job: CompactionJob) -> bool:
-        """Whether a sliding window, or a policy beside recall, goes by positions that slots do not tell."""
+        """Return whether a sliding window or recall needs positions that do not follow from slots."""
         if job.compressor.recall is not None:
             return True
         windows = any(layer.softmax.window is not None for layer in self.facts.layers)

@@ -1,4 +1,4 @@
-"""Passes of sequences that are due together: all choose, then each is carried out, in their order."""
+"""Passes of sequences that are due together: all choose, then all are applied in order."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 class CompressionPass:
     """Groups planned passes by compressor and dispatches by eviction method.
 
-    Tables have changed (integers), and so blocks of one sequence may become another's before their bytes have
-    moved. Therefore every sequence chooses before anything moves, and moves follow the order of the plans.
+    Block tables have already changed, so a block may belong to another sequence before its bytes have moved.
+    Therefore every sequence chooses before anything moves, and moves follow the order of the plans.
     """
 
     def __init__(self, context: PassContext, totals: EngineTotals, recalls: Recalls | None = None) -> None:
@@ -36,10 +36,10 @@ class CompressionPass:
         self._recall = None if recalls is None else RecallPass(context, recalls)
 
     def run(self, jobs: ListLike[CompactionJob]) -> list[CompactionResult | Exception]:
-        """Carry planned passes out.
+        """Carry out planned passes.
 
-        Returns: for each what was done, or the error after which its request must end. One's error does not
-            touch the others.
+        Returns: for each its result, or the error that must end its request. An error does not affect other
+            passes.
         """
         started = time.perf_counter()
         choices = self._choose(jobs)
@@ -62,8 +62,8 @@ class CompressionPass:
         return self._recall
 
     def _choose(self, jobs: ListLike[CompactionJob]) -> list[Any]:
-        """Choose what stays of each. Returns: the choice, or its error. Where those that share a compressor
-        fail together, each is asked alone."""
+        """Choose the kept slots of each. Returns: the choice, or its error. If sequences that share a
+        compressor fail together, each chooses alone."""
         members: dict[Compressor, list[int]] = {}
         for i, job in enumerate(jobs):
             members.setdefault(job.compressor, []).append(i)
@@ -79,7 +79,7 @@ class CompressionPass:
 
 
 def _tried(work: Any, *args: Any) -> Any:
-    """Call work. Returns: its result, or the error."""
+    """Call `work`. Returns: its result, or the error."""
     try:
         return work(*args)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Which pages are back, and in which recall blocks: [.., R] of [.., P] pages, any leading dims."""
+"""Choose the recalled pages and their recall blocks: [.., R] of [.., P] pages, any leading dims."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 
 PATIENCE = math.log(1.1)
-"""Advantage of a recalled page, so that pages of nearly equal benefit do not take turns."""
+"""Advantage of a recalled page, so that pages of nearly equal benefit do not alternate."""
 
 
 def ranked(benefit: Tensor, tries: Tensor, hot: Tensor, stays: Tensor) -> Tensor:
-    """Logarithms of benefit [.., P], halved for each time that a page was back and won nothing; pages that
-    are back still (hot [.., R] where stays) are ahead by a little."""
+    """Rank pages by the logarithm of their benefit [.., P], halved for each recall without a win. Pages that
+    are still recalled (hot [.., R] where stays) get a small advantage."""
     return (benefit - tries * math.log(2.0)).scatter_add(-1, hot, stays * PATIENCE)
 
 
 def best_pages(rank: Tensor, hot: Tensor, stays: Tensor) -> tuple[Tensor, Tensor]:
-    """The R best pages in their blocks: one that is back keeps its block, the others take those left over.
+    """Assign the R best pages to blocks. A recalled page keeps its block, the others take the remaining ones.
 
     Args:
         rank:  [.., P] fp32; hot: [.., R] int64 before
-        stays: [.., R] bool, whether what each block holds is still that page
+        stays: [.., R] bool, whether each block still holds its page
 
     Returns: hot [.., R] after; fresh [.., R] bool, blocks that are to be written.
     """

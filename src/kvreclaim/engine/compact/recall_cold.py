@@ -1,4 +1,4 @@
-"""Host memory for cold pages: units that several sequences may share, counted."""
+"""Host memory for cold pages: reference-counted units that several sequences may share."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 class ColdPool:
-    """[rows, unit_bytes] on the host, taken from the system as it is touched; pinned beside a GPU, at once.
+    """[rows, unit_bytes] on the host. Memory is committed on first touch, or pinned at once with a GPU.
 
-    A row is written once, by whoever took it, and goes when nobody refers to it: forks share rows.
+    A row is written once, after it is taken, and freed with its last reference. Forks share rows.
     """
 
     def __init__(self, unit_bytes: int, max_bytes: int, *, pinned: bool) -> None:
@@ -44,12 +44,12 @@ class ColdPool:
         return rows
 
     def share(self, rows: Tensor) -> None:
-        """One more reference to each; no row twice."""
+        """Add one reference to each row; no row twice."""
         assert bool((self._refs[rows] > 0).all()), "a row that nobody holds is shared"
         self._refs[rows] += 1
 
     def give_back(self, rows: Tensor) -> None:
-        """One reference less to each; no row twice."""
+        """Remove one reference from each row; no row twice."""
         left = self._refs[rows] - 1
         assert bool((left >= 0).all()), "a row is given back twice"
         self._refs[rows] = left

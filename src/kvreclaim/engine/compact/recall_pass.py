@@ -1,4 +1,4 @@
-"""A pass under recall: survivors slide together, losers are packed into cold pages, the best pages come back.
+"""A pass under recall: survivors move together, losers are packed into cold pages, the best pages return.
 
 slots of the table     [0, B - R S) survivors | [B - R S, B) recalled pages | tokens since the last pass
 """
@@ -24,13 +24,13 @@ from kvreclaim.schedule.budget.recall import Recall
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Losers:
-    """The tokens that go, in a table of V slots: the live ones in their blocks, then those that wait, in the
+    """The evicted tokens in a table of V slots: the live ones in their blocks, then the waiting ones in the
     first staging block.
 
     cells:     [L, K, V / S] int64
     positions: [L, K, V] int32 on the device
-    packed:    [L, K, V] bool, what is to lie in pages or to wait
-    intact:    [L, K, R] bool, recalled pages all of whose tokens lose
+    packed:    [L, K, V] bool, tokens that go into pages or wait
+    intact:    [L, K, R] bool, recalled pages that lose all of their tokens
     """
 
     cells: Tensor
@@ -98,7 +98,7 @@ class RecallPass:
         return CompactionResult(choice)
 
     def _sync(self, job: CompactionJob, num_survivors: int | None = None) -> None:
-        """Positions of recalled tokens stand in the sequence's state as the pages are now."""
+        """Update the positions of recalled tokens in the sequence's state from the pages."""
         seq, table = job.seq, self.recalls.tables.get(job.seq.seq_id)
         if table is None:
             return
@@ -135,7 +135,7 @@ class RecallPass:
         return _Losers(cells, positions, packed, intact)
 
     def _pack(self, job: CompactionJob, losers: _Losers, source: Tensor) -> _PackedPages:
-        """Pack losers into pages; the newest ones, less than a page, wait."""
+        """Pack losers into pages. The newest ones, less than a page, wait."""
         size, count = self.size, losers.packed.sum(-1)
         left = int(count[0, 0]) % size
         assert bool((count % size == left).all()), "heads have lost unequal numbers of tokens"
@@ -160,8 +160,8 @@ class RecallPass:
     def _store(
         self, job: CompactionJob, table: PageTable, losers: _Losers, packed: _PackedPages
     ) -> PageTable:
-        """Copy losers out of the cache. Returns: the table with the new pages; pages some of whose tokens won
-        are gone, and others have their places."""
+        """Copy losers out of the cache. Returns: the table with the new pages. They replace pages that lost
+        tokens to the survivors."""
         recalls, device = self.recalls, packed.at.device
         heads = table.rows.shape[:2]
         recall = recall_of(job)
@@ -174,7 +174,7 @@ class RecallPass:
         assert len(places) == len(packed.at), f"{len(places)} places for {len(packed.at)} pages"
         at = (packed.at[:, 0], packed.at[:, 1], places)
         here = tuple(x.cpu() for x in at)
-        gone = table.broken_rows(broken)
+        freed = table.broken_rows(broken)
         grown = table.grown(num_pages)
         waits = packed.waits
         units = len(packed.at) + (heads[0] * heads[1] if waits.shape[-1] else 0)
@@ -184,7 +184,7 @@ class RecallPass:
         except Exception:
             recalls.pool.give_back(rows)
             raise
-        recalls.pool.give_back(gone)
+        recalls.pool.give_back(freed)
         grown.rows[here] = rows[: len(packed.at)]
         positions = losers.positions[at[:2]].take_along_dim(packed.slots, -1)
         grown.positions[here] = positions.cpu()
@@ -207,7 +207,7 @@ class RecallPass:
         at: tuple[Tensor, ...],
         digest: str,
     ) -> None:
-        """New pages and waiting tokens to the cold pool, a few at a time through the staging blocks."""
+        """Copy new pages and waiting tokens to the cold pool, a few at a time through the staging blocks."""
         recalls, cache, backend, size = self.recalls, self.context.cache, self.context.backend, self.size
         slots, layer_head = packed.slots, packed.at[:, :2]
         if packed.waits.shape[-1]:
@@ -232,7 +232,7 @@ class RecallPass:
     def _come_back(
         self, job: CompactionJob, table: PageTable, losers: _Losers, kept: Tensor, source: Tensor
     ) -> Tensor:
-        """Choose the pages that are back from now on. Returns: [L, K, R] bool, blocks that hold others."""
+        """Choose the recalled pages. Returns: [L, K, R] bool, blocks with another page than before."""
         context, recall, seq = self.context, recall_of(job), job.seq
         found = []
         for layer in range(len(kept)):

@@ -1,4 +1,4 @@
-"""Pages that come back between passes: by the last queries every so many tokens, or by each token's own."""
+"""Recall between passes: by the last queries every few tokens, or by the queries of each token."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvreclaim.ops.batch import AttentionBatch
 
 
 class RecallExtension(Extension):
-    """Brings pages back behind the prompt, for sequences that have some. The recall blocks that it writes are
-    their own: a pass has put them there, and nobody forks such a sequence."""
+    """Recalls pages after the prompt, for sequences that have some. It writes recall blocks that a pass has
+    allocated. They are never shared, because such a sequence is never forked."""
 
     rank = 30
 
@@ -23,7 +23,7 @@ class RecallExtension(Extension):
         self.recalls, self.memory, self.signals = recalls, memory, signals
 
     def is_due(self, seq: Sequence) -> bool:
-        """Whether the last queries choose pages now, after a step in which no pass has just done so."""
+        """Return whether the last queries choose pages now. They do not in a step with a pass."""
         recall = seq.footprint.recall
         return (
             recall is not None
@@ -36,7 +36,7 @@ class RecallExtension(Extension):
 
     @torch.inference_mode()
     def choose(self, seq: Sequence) -> None:
-        """Bring back what the last queries want, in all layers."""
+        """Recall the best pages for the last queries, in all layers."""
         assert seq.footprint.recall is not None, "asked of recall alone"
         window = seq.footprint.recall.every
         blocks, num_slots = self._table(seq)
@@ -47,7 +47,7 @@ class RecallExtension(Extension):
             self._refresh(seq, layer, queries, blocks, num_slots)
 
     def processed(self, seq: Sequence) -> None:
-        """Bring back what the last queries want, if a choice is due."""
+        """Recall the best pages for the last queries, if a choice is due."""
         if self.is_due(seq):
             self.choose(seq)
 
@@ -61,8 +61,8 @@ class RecallExtension(Extension):
         self.recalls.drop(seq_id)
 
     def attend(self, runs: list[Scheduled], batch: AttentionBatch | None) -> list[AttentionHook]:
-        """Bring back what the queries of the step want, before they attend. A step that is tried again
-        chooses the same."""
+        """Recall the best pages for the queries of the step, before they attend. A retried step chooses the
+        same pages."""
         writes: list[AttentionHook] = []
         row = 0
         for item in runs:
@@ -95,7 +95,7 @@ class RecallExtension(Extension):
             self.signals.clear_mass(seq, layer, slots, new)
 
     def _table(self, seq: Sequence) -> tuple[torch.Tensor, int]:
-        """[blocks] int64 ids, and the tokens that are computed and lie there."""
+        """Return the block ids [blocks] int64, and the number of computed tokens in them."""
         table = self.memory.table(seq.seq_id)
         ids = [block for block in table.block_ids if block is not None]
         return torch.tensor(ids, device=self.recalls.cache.device), table.physical_len

@@ -1,4 +1,4 @@
-"""The pages of one sequence: where their bytes lie, which tokens they hold, which of them are back."""
+"""The pages of one sequence: their rows in the cold pool, their tokens, and the recalled ones."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Waiting:
 
 @dataclass(slots=True, eq=False)
 class PageTable:
-    """P pages of S tokens of each (layer, KV head); every head has equally many. Tensors are replaced, never
+    """P pages of S tokens per (layer, KV head). All heads have equally many. Tensors are replaced, never
     written in place, so forks share them.
 
     rows:      [L, K, P] int64 on the host, of the cold pool
     positions: [L, K, P, S] int32 on the host, logical positions of their tokens
     digests:   of [L, K, P] pages, on the device
     benefit:   [L, K, P] fp32 on the device, as last computed
-    tries:     [L, K, P] int32 on the device: passes at which the page was back and won nothing
+    tries:     [L, K, P] int32 on the device: passes at which the page was recalled and won nothing
     hot:       [L, K, R] int64 on the device: the page in each recall block
     waiting:   None where no token waits
-    dropped:   pages of each head that went for lack of cold memory
+    dropped:   pages per head that were dropped for lack of cold memory
     """
 
     rows: Tensor
@@ -47,7 +47,7 @@ class PageTable:
     def empty(
         cls, heads: tuple[int, int], blocks: int, size: int, dim: int, device: torch.device
     ) -> PageTable:
-        """An empty table of L layers and K KV heads; what is back is said by the first pass."""
+        """Return an empty table of L layers and K KV heads. The first pass chooses recalled pages."""
         codes = torch.zeros((*heads, 0, 2, dim), dtype=torch.int8, device=device)
         numbers = torch.zeros((*heads, 0), device=device)
         return cls(
@@ -72,24 +72,24 @@ class PageTable:
 
     @property
     def hot_positions(self) -> Tensor:
-        """[L, K, R * S] int32 on the host, of the tokens that are back."""
+        """[L, K, R * S] int32 on the host, of the recalled tokens."""
         found = self.positions.take_along_dim(self.hot.cpu()[..., None], 2)
         return found.flatten(2)
 
     def broken_rows(self, broken: Tensor) -> Tensor:
-        """Rows that hold nothing any more where pages that are back, broken [L, K, R], lost tokens to the
-        survivors, and those of tokens that wait."""
+        """Return the rows to free: those of recalled pages that lost tokens to the survivors, broken
+        [L, K, R], and those of waiting tokens."""
         waiting = [] if self.waiting is None else [self.waiting.rows.flatten()]
         if not self.num_pages:
             return torch.cat([self.rows.flatten(), *waiting])
         return torch.cat([self.rows.take_along_dim(self.hot.cpu(), -1)[broken.cpu()], *waiting])
 
     def fork(self) -> PageTable:
-        """The same pages under a table of its own."""
+        """Return a copy of the table for a child."""
         return replace(self)
 
     def grown(self, num_pages: int) -> PageTable:
-        """With room for so many pages; what new ones hold is to be written, in tensors that are its own."""
+        """Return a table with room for num_pages pages, in tensors of its own. New pages are unwritten."""
         more = num_pages - self.num_pages
 
         def wider(x: Tensor, dim: int = 2) -> Tensor:
@@ -108,7 +108,7 @@ class PageTable:
         )
 
     def without(self, kept: Tensor) -> PageTable:
-        """With these pages alone, kept [L, K, P'] int64 on the device, those that are back among them."""
+        """Return a table of pages kept [L, K, P'] int64 on the device, which include the recalled ones."""
         here = kept.cpu()
         digests = Digests(
             self.digests.codes.take_along_dim(kept[..., None, None], 2),

@@ -1,4 +1,4 @@
-"""The cold pages of all sequences, and the pages that are back."""
+"""The cold pages of all sequences, and the recalled ones."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 from kvreclaim.ops.units import unit_bytes, write_units
 
 STAGING_BLOCKS = 9
-"""Blocks of the cache behind the pool's: one for tokens that wait for a page, the others for pages on their
-way to the host."""
+"""Blocks of the cache after the pool's: one for tokens that wait for a page, the others to stage pages that
+are copied to the host."""
 
 
 class Recalls:
-    """Page tables by sequence over one pool of cold memory. What a sequence holds goes by `drop`.
+    """Page tables by sequence over one pool of cold memory. `drop` frees a sequence's pages.
 
     num_blocks: of the pool; the cache has STAGING_BLOCKS more
     max_bytes:  of cold pages of all sequences
@@ -44,8 +44,8 @@ class Recalls:
         self.tables: dict[int, PageTable] = {}
 
     def least_rows(self, num_blocks: int) -> int:
-        """Rows of the pool without which no pass of a sequence with so many recall blocks can be: pages that
-        are back, before and after, and tokens that wait."""
+        """Return the rows of the pool that a pass of a sequence with num_blocks recall blocks needs: recalled
+        pages, before and after, and waiting tokens."""
         return 2 * (num_blocks + 1) * self.cache.num_layers * self.cache.num_kv_heads
 
     def cells(self, blocks: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class Recalls:
         return (layers + blocks) * shape.num_kv_heads + heads
 
     def fork(self, parent_id: int, child_id: int) -> None:
-        """The child has its parent's pages, too."""
+        """Share the parent's pages with the child."""
         table = self.tables.get(parent_id)
         if table is not None:
             self.pool.share(table.held)
@@ -69,9 +69,9 @@ class Recalls:
             self.pool.give_back(table.held)
 
     def make_room(self, count: int) -> None:
-        """Let pages go until so many rows are free: those of the least benefit of the sequence that has the
-        most, equally many of each of its heads; pages that are back stay. Raises: MemoryError by `take`,
-        where nobody has any to give."""
+        """Drop pages until `count` rows are free: the least useful ones of the sequence with the most pages,
+        equally many per head. Recalled pages stay. If no page can be dropped, the next `take` raises
+        MemoryError."""
         heads = self.cache.num_layers * self.cache.num_kv_heads
         while (missing := count - self.pool.num_free) > 0:
             rich = max(self.tables, key=lambda seq_id: self._spare(seq_id), default=None)
@@ -80,7 +80,7 @@ class Recalls:
             self._shrink(rich, min(self._spare(rich), -(-missing // heads)))
 
     def write_back(self, seq_id: int, blocks: Tensor, fresh: Tensor, layers: slice = slice(None)) -> None:
-        """Copy pages to the recall blocks [R] of a sequence where `fresh` [layers, K, R] says so."""
+        """Copy pages to the recall blocks [R] of a sequence where `fresh` [layers, K, R] is set."""
         table = self.tables[seq_id]
         hot = table.hot[layers].cpu()
         rows = table.rows[layers].take_along_dim(hot, -1)[fresh.cpu()]
@@ -102,7 +102,7 @@ class Recalls:
     ) -> Tensor:
         """[K, P] of one layer.
 
-        live: [K, T, D] keys of what is attended to anyway; queries: [H, n, D], None where none are kept
+        live: [K, T, D] keys of tokens that are attended anyway; queries: [H, n, D], None if none are kept
         moment: slots in use or, at a pass, where statistics may know of queries to come, the logical length
         """
         recall, facts = compressor.recall, self.facts.layers[layer]
@@ -130,9 +130,9 @@ class Recalls:
         blocks: Tensor,
         num_slots: int,
     ) -> Tensor | None:
-        """Choose the pages of one layer anew, by queries [H, n, D], and bring them into its recall blocks.
+        """Choose the pages of one layer by queries [H, n, D], and copy them into its recall blocks.
 
-        blocks: [n] int64, the sequence's table, which nobody else reads; num_slots: tokens in it
+        blocks: [n] int64, the sequence's unshared table; num_slots: tokens in it
 
         Returns: [K, R] bool, blocks that hold another page now; None if none does.
         """
@@ -161,7 +161,7 @@ class Recalls:
         return slice(compressor.budget - count, compressor.budget)
 
     def _spare(self, seq_id: int) -> int:
-        """Pages of each head that it could do without."""
+        """Return the pages per head that can be dropped."""
         table = self.tables[seq_id]
         return table.num_pages - table.hot.shape[-1]
 
@@ -169,7 +169,7 @@ class Recalls:
         table = self.tables[seq_id]
         rank = table.benefit.scatter(-1, table.hot, torch.inf)
         kept = rank.topk(table.num_pages - count, dim=-1).indices.sort(-1).values
-        gone = torch.ones_like(rank, dtype=torch.bool).scatter(-1, kept, False).cpu()
-        self.pool.give_back(table.rows[gone])
+        is_dropped = torch.ones_like(rank, dtype=torch.bool).scatter(-1, kept, False).cpu()
+        self.pool.give_back(table.rows[is_dropped])
         self.tables[seq_id] = table.without(kept)
-        self.totals.cold_dropped += int(gone.sum())
+        self.totals.cold_dropped += int(is_dropped.sum())

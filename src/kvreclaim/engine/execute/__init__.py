@@ -1,1 +1,1 @@
-"""From a step to the model's logits."""
+"""Compute the model's logits of a step."""

@@ -1,4 +1,4 @@
-"""The rows of a decode step: each sequence's newest token, and the drafts behind it."""
+"""The rows of a decode step: each sequence's newest token and its drafts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvreclaim.ops.groups import LayerGroups
 
 
 def decode_positions(step: list[Scheduled]) -> list[range] | None:
-    """wanted_positions of the items of a decode step: all that each computes. None: the step is another
-    one."""
+    """Return wanted_positions of the items of a decode step, which are all that each computes; None for
+    another step."""
     found = []
     for item in step:
         row, seq = item.row, item.seq
@@ -25,8 +25,8 @@ def decode_positions(step: list[Scheduled]) -> list[range] | None:
             return None
         if len(seq.token_ids) == row.first + 1 and seq.request.scores is None:
             found.append(range(row.first, row.first + row.num_tokens))
-        elif len(wanted := wanted_positions(item)) == row.num_tokens:
-            found.append(wanted)
+        elif len(positions := wanted_positions(item)) == row.num_tokens:
+            found.append(positions)
         else:
             return None
     return found
@@ -66,7 +66,7 @@ def decode_step(step: list[Scheduled], groups: LayerGroups, memory: MemoryManage
 
 
 def _windows(step: list[Scheduled], groups: LayerGroups, memory: MemoryManager) -> Iterator[TableRows]:
-    """The same rows for each group of layers with windows."""
+    """Yield the rows for each group of layers with windows."""
     for n, window in enumerate(groups.windows):
         parts = [part for item in step for part in window_parts(item, n, window, groups.parts, memory)]
         rows = [(ids, end - new + 1 + i) for ids, new, end in parts for i in range(new)]

@@ -38,7 +38,7 @@ class TableRows:
 
 
 class SentTable:
-    """The block tables of all rows [R, W] int32 on the device, and on the host what each row holds."""
+    """The block tables of all rows [R, W] int32 on the device, with a copy of each row on the host."""
 
     def __init__(self, num_rows: int, width: int, block_size: int, device: torch.device) -> None:
         self.block_size = block_size

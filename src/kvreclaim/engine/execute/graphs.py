@@ -338,7 +338,7 @@ class DecodeGraphs:
         )
 
     def refuse(self, reason: str) -> None:
-        """Count a step that runs without a graph, and say why the first time."""
+        """Count a step that runs without a graph. The first time, log the reason."""
         self.refusals[reason] += 1
         if self.refusals[reason] == 1:
             level = logging.WARNING if reason in self._failed.values() else logging.INFO
@@ -348,8 +348,8 @@ class DecodeGraphs:
 def decode_graphs(
     model: nn.Module, cache: KVCache, backend: Any, config: EngineConfig, groups: LayerGroups
 ) -> DecodeGraphs | None:
-    """The graphs of an engine, captured now: on CUDA, for a GraphBackend, unless
-    switched off. Those for unequal heads are captured when the first such request comes."""
+    """Capture the graphs of an engine: on CUDA, for a GraphBackend, unless switched off. Those for unequal
+    heads are captured for the first such request."""
     if cache.device.type != "cuda" or not hasattr(backend, "static_tables") or config.enforce_eager:
         return None
     assert config.max_model_len is not None, "limits are chosen before the engine is made"

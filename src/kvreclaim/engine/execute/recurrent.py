@@ -1,4 +1,4 @@
-"""The states of recurrent layers beside the paged cache: read and written by steps, kept while parked."""
+"""The states of recurrent layers next to the paged cache: used by steps, kept while parked."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kvreclaim.schedule.step import Admitted
 
 
 class RecurrentStates(Extension):
-    """Tells the recurrent layers which slots a step reads and writes. A step that fails has written slots
-    that nobody reads."""
+    """Passes the slots that a step reads and writes to the recurrent layers. Slots written by a failed step
+    are never read."""
 
     rank = 5
 
@@ -37,15 +37,14 @@ class RecurrentStates(Extension):
         return ()
 
     def behind(self, seq_id: int) -> StateStep:
-        """A pass over tokens behind a sequence's state, of which nothing is kept."""
+        """Return a pass from a sequence's state that stores no state."""
         slot = self.group.slot(seq_id)
         assert slot is not None, f"sequence {seq_id} has computed nothing"
         return StateStep.behind(self.store, slot)
 
     @contextmanager
     def drafting(self, step: list[Scheduled]) -> Iterator[None]:
-        """For a pass over a token each, behind companions' drafts: reads and writes the slots that are lent
-        to their targets, in turns."""
+        """Run a pass over one token per companion. It alternates between the slots lent to each target."""
         runs = []
         for place, item in enumerate(step):
             seq_id, depth = item.seq.seq_id, item.row.first - item.seq.num_computed

@@ -38,33 +38,33 @@ from kvreclaim.schedule import StepPlan
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 MOST_PLAIN_ROWS = 32
-"""Up to so many rows of a step without drafts, each is computed as it would be alone; more where the kernels
+"""Most rows of a step without drafts that are computed bitwise as each would be alone; more where the kernels
 are as fast as torch's products for more rows (ops/native/linear.max_rows)."""
 
 
 @dataclass(slots=True, eq=False)
 class _Inputs:
-    """A step, flat: its tokens, and for each sequence the others' entry.
+    """A flat step: its tokens, and one entry per sequence in the other lists.
 
-    num_exact: leading tokens whose rows come out as each would alone, to the bit
-    positions: of its tokens; rows: of the flat step whose logits are wanted; wanted: the positions of these
+    num_exact: leading tokens with rows that are bitwise equal to those of each sequence alone
+    positions: of its tokens; rows: of the flat step that need logits; logit_positions: of these rows
     """
 
     tokens: list[int] = field(default_factory=list)
     positions: list[np.ndarray] = field(default_factory=list)
     rows: list[np.ndarray] = field(default_factory=list)
-    wanted: list[range] = field(default_factory=list)
+    logit_positions: list[range] = field(default_factory=list)
     slots: list[SequenceSlots] = field(default_factory=list)
     num_exact: int = 0
 
 
 class ModelRunner:
-    """Builds a step's tensors and runs the model. Holds the cache and nothing between steps.
+    """Builds a step's tensors and runs the model. Keeps no state between steps except the cache.
 
-    stream: where the cache lies in host memory: brings its layers to the device
-    graphs: replays decode steps if there is one (on CUDA)
-    extensions: see every observed step
-    is_batch_invariant: every row comes out as it would alone, to the bit
+    stream: copies layers of a cache in host memory to the device
+    graphs: replays decode steps, if set (on CUDA)
+    extensions: called in every observed step
+    is_batch_invariant: every row is bitwise equal to that of its sequence alone
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class ModelRunner:
         self._late: list[LateSignals] = []
 
     def expect(self, compressor: Compressor | None, num_drafts: int = 0) -> None:
-        """Capture the graphs that requests with this compression need, and so many drafts in a step, before
-        their first step."""
+        """Capture the graphs for requests with this compression and num_drafts drafts per step, before their
+        first step."""
         if self.graphs is None:
             return
         self.graphs.expect_drafts(num_drafts)
@@ -114,7 +114,7 @@ class ModelRunner:
             self.graphs.capture(GraphKind(unequal, keeps_queries(compressor)))
 
     def prepare(self, plan: StepPlan) -> None:
-        """Make a plan's blocks ready to be written; to be called once for each plan, before forward."""
+        """Make a plan's blocks ready for writes. Call it once per plan, before forward."""
         self._late.clear()
         for extension in self.extensions.ordered:
             extension.prepare(plan)
@@ -126,7 +126,7 @@ class ModelRunner:
             self.moves.prepare_blocks(self.cache, list(plan.fresh))
 
     def make_ready(self, growth: Growth) -> None:
-        """Blocks that have been taken between two steps can be written."""
+        """Make blocks that were allocated between two steps ready for writes."""
         if growth.copies:
             self.moves.copy_blocks(self.cache, list(growth.copies))
             if self.signals.scores is not None:
@@ -136,13 +136,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, step: list[Scheduled], *, observed: bool = True) -> tuple[Tensor, list[range]]:
-        """Compute the step and write its K/V. observed: what policies ask to be kept is.
+        """Compute the step and write its K/V. observed: record the signals that policies need.
 
-        Returns: logits [rows, V], at most as many rows as the step has tokens, and, for each scheduled
-        sequence, the token positions whose rows it owns, in order (position p predicts token p + 1); one of
-        which no position is wanted owns the row of its last token, which tells whether all went well.
-        If it raises, only slots that are written again have changed: any part of the step may be tried
-        once more.
+        Returns: logits [rows, V], at most one row per token of the step, and for each item the token
+        positions of its rows, in order (position p predicts token p + 1). An item without such positions has
+        the row of its last token, to check that it is finite.
+        If it raises, only slots that are written again have changed, so any part of the step may be retried.
         """
         extensions = self.extensions.ordered if observed else ()
         runs = step
@@ -166,25 +165,25 @@ class ModelRunner:
         extensions: tuple[Extension, ...],
         observed: bool,
     ) -> tuple[Tensor, list[range]]:
-        """Replay the step if there is a graph for it, else run it over the pool or the streamed cache."""
+        """Replay the step from a graph, if there is one, or run it over the pool or the streamed cache."""
         special = [item for item in step if not item.seq.request.is_plain]
         watched = observed and any(map(is_watched, [item.seq for item in special]))
-        wanted = None if self.graphs is None else decode_positions(step)
-        if self.graphs is not None and wanted is not None:
+        positions = None if self.graphs is None else decode_positions(step)
+        if self.graphs is not None and positions is not None:
             logits = self._replay(self.graphs, step, special, watched)
             if logits is not None:
-                return logits, wanted
+                return logits, positions
         inputs = self._inputs(step, runs)
         if self.streamed is not None:
             hooks = [hook for each in extensions for hook in each.attend(runs, None)]
-            return self._stream(self.streamed, inputs, hooks), inputs.wanted
+            return self._stream(self.streamed, inputs, hooks), inputs.logit_positions
         batch = AttentionBatch.build(tuple(inputs.slots), self.cache.block_size, self.device)
         observer = self.signals.observe(runs, batch) if watched else None
         parts: tuple[AttentionPart, ...] = ()
         if special:
             parts = split(runs, batch, self.memory, self.cache, self.ops, self.signals.digests)
         hooks = [hook for each in extensions for hook in each.attend(runs, batch)]
-        return self._paged(step, inputs, batch, observer, hooks, parts), inputs.wanted
+        return self._paged(step, inputs, batch, observer, hooks, parts), inputs.logit_positions
 
     def _paged(
         self,
@@ -195,10 +194,10 @@ class ModelRunner:
         hooks: list[AttentionHook],
         parts: tuple[AttentionPart, ...],
     ) -> Tensor:
-        """The logits over the pool's blocks.
+        """Return the logits over the pool's blocks.
 
-        hooks: see each call before the observer does
-        parts: of a step whose sequences are not all attended alike
+        hooks: called for each attention call before the observer
+        parts: of a step with several kinds of attention
         """
         if hooks:
             seen = observer or Observer(())
@@ -219,7 +218,7 @@ class ModelRunner:
             self._late.append(observer.late)
 
     def _stream(self, streamed: StreamedBatches, inputs: _Inputs, hooks: list[AttentionHook]) -> Tensor:
-        """The logits over a cache in host memory, which is written when all went well."""
+        """Return the logits over a cache in host memory, which is written only on success."""
         try:
             logits = self._logits(inputs, streamed.begin(inputs.slots, hooks))
             streamed.stream.commit()
@@ -243,7 +242,7 @@ class ModelRunner:
         return logits
 
     def record(self, stand: Mapping[int, int]) -> None:
-        """Keep the signals of the drafts that stand, by sequence: nothing is kept of the others."""
+        """Record the signals of accepted drafts only. stand: accepted tokens by seq_id"""
         for late in self._late:
             late.record(stand)
         self._late.clear()
@@ -251,7 +250,7 @@ class ModelRunner:
             self.signals.digests.cut(seq_id, self.memory.table(seq_id).physical_len // self.cache.block_size)
 
     def _inputs(self, step: list[Scheduled], runs: list[Scheduled]) -> _Inputs:
-        """runs: the step's items, or the runs of tokens that are computed of each, in their order"""
+        """Flatten a step. runs: its items, or the runs of computed tokens of each, in their order"""
         inputs, last = _Inputs(), {}
         for run in runs:
             seq, row = run.seq, run.row
@@ -263,10 +262,10 @@ class ModelRunner:
             last[seq.seq_id] = row.first + row.num_tokens, len(inputs.tokens)
         for item in step:
             end, place = last[item.seq.seq_id]
-            want = wanted_positions(item)
-            rows = want or range(end - 1, end)
+            positions = wanted_positions(item)
+            rows = positions or range(end - 1, end)
             inputs.rows.append(np.arange(rows.start, rows.stop) - end + place)
-            inputs.wanted.append(want)
+            inputs.logit_positions.append(positions)
         inputs.num_exact = UNLIMITED if self.is_batch_invariant else _num_exact(step, self._most_plain)
         return inputs
 
@@ -277,7 +276,7 @@ class ModelRunner:
         special: list[Scheduled],
         watched: bool,
     ) -> Tensor | None:
-        """The logits of a decode step from a CUDA graph; None if there is none for it."""
+        """Return the logits of a decode step from a CUDA graph; None if there is none for it."""
         if any(map(feeds_companion, {item.seq.request.verify for item in special})):
             graphs.refuse("a companion's policy keeps queries, attention or scores of tokens")
             return None
@@ -302,7 +301,7 @@ class ModelRunner:
         return logits
 
     def slots(self, item: Scheduled) -> SequenceSlots:
-        """Where a sequence's keys lie when an item of it has been computed."""
+        """Return the slots of a sequence's keys after an item of it has been computed."""
         table, row = self.memory.table(item.seq.seq_id), item.row
         relative = item.seq.slots_are_positions
         return SequenceSlots(
@@ -318,13 +317,12 @@ class ModelRunner:
 
 
 def _num_exact(step: list[Scheduled], most_plain: int) -> int:
-    """Count the leading tokens of a step that belong to decoding sequences: what they draw is the same with
-    drafts and without. More than most_plain that draw one token each are left to products that are faster for
-    many."""
-    count, guesses = 0, False
+    """Count the leading tokens of a step that belong to decoding sequences. They draw the same tokens with
+    and without drafts. More than most_plain rows without drafts use products that are faster for many."""
+    count, has_drafts = 0, False
     for item in step:
         if item.num_known != 1:
             break
         count += item.row.num_tokens
-        guesses = guesses or item.row.num_drafts > 0 or item.seq.request.verify is not None
-    return count if guesses or count <= most_plain else 0
+        has_drafts = has_drafts or item.row.num_drafts > 0 or item.seq.request.verify is not None
+    return count if has_drafts or count <= most_plain else 0

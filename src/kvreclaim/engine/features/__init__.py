@@ -1,4 +1,4 @@
-"""The features of requests. To add one, write its folder (`engine/feature.py` says how) and add its line."""
+"""The features of requests. To add one, write its folder as in `engine/feature.py`, and add its line here."""
 
 from __future__ import annotations
 
@@ -18,4 +18,4 @@ FEATURES: tuple[type[RequestFeature], ...] = (
     PromptSnapshots,
     SpanDrops,
 )
-"""In the order in which a new request passes them."""
+"""Feature classes in the order in which they handle a new request."""

@@ -1,1 +1,1 @@
-"""How requests begin, fork and end."""
+"""Begin, fork and end requests."""

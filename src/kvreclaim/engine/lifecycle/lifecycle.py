@@ -1,4 +1,4 @@
-"""How requests and their sequences begin and end, whatever ends them; a mistake stays with its request."""
+"""Begin and end requests and their sequences. An error ends its own request only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Lifecycle:
-    """The requests in flight. What a sequence holds is given back here and nowhere else.
+    """The requests in flight. Only this class frees the blocks and state of a sequence.
 
     requests:  by id, those with a sequence that has not ended
     sequences: by id, those that have not ended
@@ -79,15 +79,15 @@ class Lifecycle:
             self.queue(request)
 
     def new_id(self) -> int:
-        """A new id for a sequence that nobody has queued."""
+        """Return an id for a new sequence."""
         return next(self._seq_ids)
 
     def queue(self, request: Request) -> None:
-        """Let its first sequence wait for its turn."""
+        """Queue the request's first sequence."""
         self.scheduler.add(request.sequences[0])
 
     def follow(self, plan: StepPlan) -> list[Scheduled]:
-        """Note what a plan has done to sequences. Returns: what is to be computed."""
+        """Apply a plan's preemptions and admissions to sequences. Returns: the items to compute."""
         for lost in plan.preempted:
             seq = self.sequences[lost.seq_id]
             for extension in self.extensions.ordered:
@@ -120,7 +120,7 @@ class Lifecycle:
         return [Scheduled(seq, row) for seq, row in rows if seq is not None and seq.status is Status.RUNNING]
 
     def _admit(self, seq: Sequence, begun: Admitted) -> bool:
-        """Tell the extensions that a sequence begins. Returns: whether it does."""
+        """Notify the extensions that a sequence begins. Returns: whether it does."""
         with self.contained(seq.request, "beginning"):
             try:
                 for extension in self.extensions.ordered:
@@ -138,7 +138,7 @@ class Lifecycle:
             self.signals.drop(seq.seq_id)
 
     def _compute_anew(self, seq: Sequence) -> None:
-        """Nothing of it is kept: whoever waits for it to be parked or chosen from begins again, too."""
+        """Drop all state of a sequence and its followers, including logits of beams that wait for it."""
         for each in (seq, *seq.followers):
             for extension in self.extensions.ordered:
                 extension.reset(each.seq_id)
@@ -146,9 +146,9 @@ class Lifecycle:
             seq.request.beams.rows.clear()
 
     def unmoved(self, plan: StepPlan) -> None:
-        """Forget what a plan was to move between blocks and host: it may not have arrived; nobody finds it,
-        or takes it back. Whoever was to come back computes anew; those that the plan computes are the
-        caller's."""
+        """Forget the moves of a plan between blocks and host, which may have failed: the blocks leave the
+        prefix index, and parked sequences are recomputed. The caller handles the sequences that the plan
+        computes."""
         for _, block in plan.swap_in:
             self.memory.pool.unindex(block)
         for lost in plan.preempted:
@@ -163,16 +163,16 @@ class Lifecycle:
 
     @contextmanager
     def contained(self, request: Request, doing: str) -> Iterator[None]:
-        """An exception within ends this request alone. doing: for the log, e.g. "compressing"."""
+        """End this request alone if the block raises. doing: for the log, e.g. "compressing"."""
         try:
             yield
         except Exception as error:
             self.fail(request, error, doing)
 
     def fail(self, request: Request, error: Exception, doing: str) -> None:
-        """End a request with reason "error"; the log says which one and where, and nothing of its text.
+        """End a request with reason "error". The log names the request and the operation, not its text.
 
-        error: an InvalidArgumentError is the request's own mistake, which its caller reads
+        error: an InvalidArgumentError is the caller's mistake, and is reported to the caller
         """
         if isinstance(error, InvalidArgumentError):
             logger.warning("%s request %s failed: %s", doing, request.request_id, error)
@@ -183,8 +183,8 @@ class Lifecycle:
         self.end_request(request, "error")
 
     def invalidate(self, request: Request) -> None:
-        """Forget what the blocks of its sequences hold, hits included: it may be wrong; nobody finds it any
-        more, so that the same prompt is computed anew."""
+        """Remove the blocks of the request's sequences, hits included, from the prefix index: their contents
+        may be wrong, so the same prompt is recomputed."""
         for seq in request.sequences:
             for extension in self.extensions.ordered:
                 extension.invalidated(seq)
@@ -198,7 +198,7 @@ class Lifecycle:
                 self.end(seq, reason)
 
     def end(self, seq: Sequence, reason: FinishReason) -> None:
-        """Return its blocks; the request leaves with its last sequence."""
+        """End a sequence and free its blocks. The request ends with its last sequence."""
         request = seq.request
         if seq.detokenizer is not None and reason != "error":
             try:
@@ -230,7 +230,7 @@ class Lifecycle:
                 logger.exception("keeping what is left of request %s failed", seq.request_id)
 
     def release(self, seq: Sequence) -> None:
-        """Give back what a sequence holds that has ended."""
+        """Free the blocks and state of a sequence that has ended."""
         self.sequences.pop(seq.seq_id, None)
         for extension in self.extensions.ordered:
             try:
@@ -246,7 +246,7 @@ class Lifecycle:
     def new_sequence(
         self, request: Request, index: int, token_ids: list[int], footprint: Footprint
     ) -> Sequence:
-        """A further sequence of a request, of these tokens so far."""
+        """Add a further sequence of a request, with these tokens so far."""
         params, tokenizer = request.params, self.loaded.tokenizer
         generator = None
         if params.temperature > 0 and request.beams is None:
@@ -287,7 +287,7 @@ class Lifecycle:
 
 
 def salt_of(request: Request) -> str | None:
-    """Names those who may find what the request computes: a chunk is found by prompts that reuse it."""
+    """Return the salt of the request's blocks. Blocks of a chunk are found by prompts that reuse it."""
     salt = request.spec.cache_salt
     if request.parent is not None and request.reuse is None:
         return chunk_salt(salt)
@@ -295,5 +295,5 @@ def salt_of(request: Request) -> str | None:
 
 
 def compressor_of(request: Request) -> Compressor | None:
-    """The compressor of the request, or of its companions."""
+    """Return the compressor of the request, or of its companions."""
     return request.compressor if request.verify is None else request.verify.compressor

@@ -118,7 +118,7 @@ class CompressedSessions:
         return key.num_tokens
 
     def _check(self, facts: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-        """Nobody would ever find what was made in another way. Raises: InvalidArgumentError."""
+        """Check that this engine makes equal snapshots. Raises: InvalidArgumentError."""
         try:
             recipe = json.loads(facts["recipe"])
             saved = {
@@ -172,7 +172,7 @@ class CompressedSessions:
             raise
 
     def _fill(self, seq_id: int, image: Image, blocks: list[int]) -> None:
-        """Give blocks their bytes, and the sequence what it has beside them."""
+        """Write the bytes of blocks and the side state of the sequence."""
         signals, places = self.store.signals, range(len(blocks))
         self.backend.prepare_blocks(self.cache, blocks)
         write_blocks(self.cache.planes, image.blocks, places, blocks)

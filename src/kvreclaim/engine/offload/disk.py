@@ -52,8 +52,8 @@ def open_disk(config: EngineConfig, loaded: LoadedModel, form: KVFormat, backend
 
 
 def open_states(config: EngineConfig, facts: ModelFacts, blocks: SlotFile | None) -> SlotFile | None:
-    """The file of states beside the blocks', in a directory of its own; None for a model without recurrent
-    layers. Raises: InvalidArgumentError."""
+    """Open the file of states next to that of blocks, in a directory of its own; None for a model without
+    recurrent layers. Raises: InvalidArgumentError."""
     if blocks is None or not facts.states:
         return None
     assert config.kv_offloading_disk_path is not None, "the blocks have a file"
@@ -123,11 +123,11 @@ def _rope(loaded: LoadedModel) -> str:
 
 
 class Disk:
-    """Moves what slots of the host hold to a file and back while the engine goes on. close: at the latest
-    when the object goes or the process ends.
+    """Copies slots of the host to a file and back in the background. It is closed at the latest when the
+    object is deleted or the process ends.
 
     view:    the bytes of a slot of the host
-    chained: whether a record is of use only behind the one that it follows
+    chained: whether a record is useful only after the one that it follows
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A sequence as one piece: what its blocks hold and all that belongs to them, wherever it lies."""
+"""A sequence as one object: the bytes of its blocks and its state, from device or host."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class SideState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Image:
-    """Block ids are 0, 1, ... in the order of the table.
+    """A sequence on the host. Block ids are 0, 1, ... in the order of the table.
 
-    blocks: [n, bytes_per_block] uint8 on the host; beside: the same of what the cache keeps beside its blocks
+    blocks: [n, bytes_per_block] uint8 on the host; beside: scores per slot of the same blocks, if kept
     recurrent: [state_bytes] uint8: the state of recurrent layers, if the model has some
     """
 
@@ -57,7 +57,7 @@ class Image:
     recurrent: Tensor | None = None
 
     def table(self, keys: BlockKeys) -> BlockTable:
-        """The block table of a sequence that holds these block ids."""
+        """Return the block table of a sequence with these block ids."""
         return BlockTable.of_inexact(
             keys,
             self.aside.blocks,
@@ -68,7 +68,7 @@ class Image:
 
 
 def image_of(seq: Sequence, memory: MemoryManager, cache: KVCache, signals: Signals) -> Image:
-    """Copy a sequence that lies on the device; nothing of which changes while this copies it."""
+    """Copy a sequence on the device. It must not change meanwhile."""
     table = memory.table(seq.seq_id)
     ids = table.block_ids[: blocks_for(table.physical_len, memory.block_size)]
     held = [block for block in ids if block is not None]
@@ -82,7 +82,7 @@ def image_of(seq: Sequence, memory: MemoryManager, cache: KVCache, signals: Sign
 def image_of_parked(
     seq: Sequence, parked: Parked, aside: SideState, cache: KVCache, slots: HostSlots
 ) -> Image:
-    """Copy a sequence that lies on the host."""
+    """Copy a sequence on the host."""
     rows = torch.tensor(parked.held, dtype=torch.int64)
     beside = None if slots.beside is None else slots.beside[rows]
     return _image(seq, parked.table, aside, cache, slots.bytes[rows], beside)
@@ -115,7 +115,7 @@ def _image(
 
 
 def moved(state: CompressionState, device: torch.device) -> CompressionState:
-    """A copy of the state on a device."""
+    """Copy the state to a device."""
 
     def there(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.to(device)
@@ -126,7 +126,7 @@ def moved(state: CompressionState, device: torch.device) -> CompressionState:
 def renamed(
     cells: CellTable, old: ListLike[int | None], new: ListLike[int | None], cache: KVCache
 ) -> CellTable:
-    """The cells with their blocks renamed, old ids to new."""
+    """Return the cells with their blocks renamed, old ids to new."""
     names = np.zeros(cache.num_blocks, dtype=np.int64)
     for before, after in zip(old[: cells.num_blocks], new, strict=False):
         assert before is not None, "cells have no holes"

@@ -150,7 +150,7 @@ class _Reading:
         tensor = self.tensors.get(name)
         if tensor is not None:
             fits = tensor.dim() == len(shape) and all(
-                wanted in (None, found) for wanted, found in zip(shape, tensor.shape, strict=True)
+                size in (None, found) for size, found in zip(shape, tensor.shape, strict=True)
             )
             _require(fits and dtype in (None, tensor.dtype), f"{name} {tuple(tensor.shape)}")
         return tensor

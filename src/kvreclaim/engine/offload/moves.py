@@ -31,7 +31,7 @@ class MoveTotals:
 
 
 class Moves:
-    """Between the blocks of a cache and slots of the host, at once: at return all bytes have arrived."""
+    """Synchronous copies between the blocks of a cache and slots of the host."""
 
     def __init__(self, offload: OffloadSlots, slots: HostSlots, signals: Signals, rates: Rates) -> None:
         self.offload, self.slots, self.signals, self.rates = offload, slots, signals, rates
@@ -39,31 +39,31 @@ class Moves:
         self._probe()
 
     def out(self, moves: Sequence[Move]) -> None:
-        """(block, slot) of sequences that were parked."""
+        """Copy the blocks of parked sequences to slots. moves: (block, slot)"""
         started = time.perf_counter()
-        moved = self.slots.read(moves, self._beside())
+        moved = self.slots.read(moves, self._score_planes())
         spent = time.perf_counter() - started
         self.rates.note("out_s", spent, moved)
         self.totals.out_bytes += moved
         self.totals.out_s += spent
 
     def load(self, moves: Sequence[Move]) -> None:
-        """(slot, block)."""
+        """Copy slots to blocks. moves: (slot, block)"""
         started = time.perf_counter()
-        moved = self.slots.write(moves, self._beside())
+        moved = self.slots.write(moves, self._score_planes())
         spent = time.perf_counter() - started
         self.rates.note("in_s", spent, moved)
         self.totals.load_bytes += moved
         self.totals.load_s += spent
 
     def store(self) -> None:
-        """Blocks that have become full, to their slots; one that fails is never found."""
+        """Copy blocks that have become full to their slots. Slots of a failed copy are forgotten."""
         moves = self.offload.pop_stores()
         if not moves:
             return
         started = time.perf_counter()
         try:
-            self.totals.store_bytes += self.slots.read(moves, self._beside())
+            self.totals.store_bytes += self.slots.read(moves, self._score_planes())
         except Exception:
             self.offload.forget_slots([slot for _, slot in moves])
             self.totals.failed_stores += len(moves)
@@ -71,11 +71,11 @@ class Moves:
         finally:
             self.totals.store_s += time.perf_counter() - started
 
-    def _beside(self) -> tuple[Tensor, ...]:
+    def _score_planes(self) -> tuple[Tensor, ...]:
         return () if self.signals.scores is None else self.signals.scores.planes
 
     def _probe(self) -> None:
-        """Measure what copying costs here, before anything has been moved."""
+        """Measure the cost of copies before the first one."""
         source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=self.slots.planes[0].device)
         target = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
         for _ in range(2):

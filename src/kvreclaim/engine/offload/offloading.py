@@ -25,18 +25,18 @@ from kvreclaim.schedule import Admitted, StepPlan
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel
 
 NO_SEQUENCE = -2
-"""Id under which blocks are read from disk for no sequence."""
+"""Sequence id for blocks that are read from disk without a sequence."""
 
 logger = logging.getLogger(__name__)
 
 MEASURED_TOKENS = 64
-"""A step with fewer tokens of prompts says little about what a token costs."""
+"""Steps with fewer prompt tokens are not used to measure the cost of a token."""
 
 
 class Offload(Extension):
-    """Host slots, the slot file on disk, what parked sequences have beside their blocks, and transfer costs.
+    """Host slots, the slot file on disk, the side state of parked sequences, and transfer costs.
 
-    disk: None without a file; prefixes: compressed ones in files, None without
+    disk: None without a file; prefixes: compressed prefixes in files, None without
     """
 
     rank = 20
@@ -179,7 +179,7 @@ class Offload(Extension):
             rates.pass_s = (totals.score_s + totals.compact_s) / totals.compactions
 
     def stats(self) -> TierStats:
-        """Counts of every tier now, and since the start."""
+        """Return counts of every tier, current and since the start."""
         self.begin_step()  # an idle engine takes in no finished transfers otherwise
         below, prefixes = self.below, self.prefixes
         parking, counts = below.parking, below.counts
@@ -221,13 +221,13 @@ class Offload(Extension):
 
     @property
     def is_clearing(self) -> bool:
-        """Whether records that are to be forgotten may still be on disk."""
+        """Whether forgotten records may still be on disk."""
         prefixes = self.prefixes
         is_clearing = any(disk.workers.is_clearing for disk in self.disks)
         return is_clearing or (prefixes is not None and prefixes.workers.is_clearing)
 
     def close(self) -> None:
-        """Write what is on its way to disk, and let go of the file."""
+        """Finish writes to disk, and release the file."""
         if self.prefixes is not None:
             self.prefixes.close()
         if self.states is not None:

@@ -10,14 +10,14 @@ from kvreclaim.ops.kv_cache import KVCache
 
 
 class Parking:
-    """Takes aside what parked sequences have, and gives it back. Blocks are moved by others."""
+    """Keeps the side state of parked sequences, and restores it. Blocks are moved elsewhere."""
 
     def __init__(self, memory: MemoryManager, cache: KVCache, signals: Signals) -> None:
         self.memory, self.cache, self.signals = memory, cache, signals
         self._aside: dict[int, SideState] = {}
 
     def park(self, seq: Sequence) -> None:
-        """To be called before anything is moved or written for the step in which it was parked."""
+        """Park a sequence. Call this before any block is moved or written in the step that parks it."""
         table = self.memory.offload.parking.parked(seq.seq_id).table
         signals = self.signals.park(seq.seq_id, table.physical_len)
         self._aside[seq.seq_id] = SideState(signals, table.block_ids)
@@ -25,15 +25,15 @@ class Parking:
         seq.row_cache = seq.cell_cache = None
 
     def enter(self, seq_id: int, aside: SideState) -> None:
-        """Keep the state of a sequence that comes from elsewhere and lies on the host."""
+        """Keep the state of a loaded sequence on the host."""
         self._aside[seq_id] = aside
 
     def aside(self, seq_id: int) -> SideState:
-        """The side state of a parked sequence."""
+        """Return the side state of a parked sequence."""
         return self._aside[seq_id]
 
     def resume(self, seq: Sequence) -> None:
-        """Its blocks are there again, under other ids; their bytes may still be on their way."""
+        """Resume a sequence that has blocks again, under other ids. Their bytes may arrive later."""
         aside, table = self._aside.pop(seq.seq_id), self.memory.table(seq.seq_id)
         self.signals.resume(seq.seq_id, aside.signals)
         seq.state = moved(seq.state, self.cache.device)

@@ -77,16 +77,16 @@ class Prefixes:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is on its way to or from disk."""
+        """Whether reads or writes of the disk are pending."""
         return bool(self._storing or self._reading)
 
     def made(self, snapshot: Sequence) -> None:
-        """A snapshot has been taken, and lies on the device."""
+        """Handle a new snapshot, which is on the device."""
         if self.store_after <= 1:
             self._store(snapshot)
 
     def used(self, snapshot: Sequence) -> bool:
-        """A request begins with it. Returns: whether it has come from disk for it."""
+        """Note that a request begins with a snapshot. Returns: whether it was read from disk for it."""
         assert snapshot.snapshot_key is not None, "it is found by its key"
         key, now = snapshot.snapshot_key, time.monotonic()
         is_fresh = snapshot.seq_id in self._fresh
@@ -100,7 +100,7 @@ class Prefixes:
         return is_fresh
 
     def flush(self) -> None:
-        """Store those that were used in this step and are not on disk; they are on the device."""
+        """Store the snapshots that were used in this step and are not on disk. They are on the device."""
         due, self._due = self._due, []
         for snapshot in due:
             seq_id = snapshot.seq_id
@@ -108,7 +108,7 @@ class Prefixes:
                 self._store(snapshot)
 
     def _store(self, snapshot: Sequence) -> None:
-        """Copy it to the host, and let a thread write it. A failure leaves it where it is."""
+        """Copy a snapshot to the host, and let a thread write it. After a failure it stays on the device."""
         key = snapshot.snapshot_key
         if key is None or not key.is_lasting or key in self.below or key.name in self._storing:
             return
@@ -130,7 +130,7 @@ class Prefixes:
             self.workers.load(key.name, partial(is_file_of, key))
 
     def poll(self) -> None:
-        """Take in finished reads and writes. Waits for nothing."""
+        """Handle finished reads and writes without waiting."""
         for done in self.workers.poll():
             if isinstance(done, Stored):
                 self._storing.discard(done.name)
@@ -142,10 +142,10 @@ class Prefixes:
 
     def _take(self, done: Loaded) -> None:
         key = self._reading.pop(done.name)
-        is_wanted = self.below.arrived(key)
+        is_needed = self.below.arrived(key)
         if done.is_gone:
             self.below.forget([done.name])
-        if done.file is None or not is_wanted:
+        if done.file is None or not is_needed:
             return
         try:
             self._enter(
@@ -157,7 +157,7 @@ class Prefixes:
             self.num_unfit += 1
 
     def _enter(self, key: SnapshotKey, image: Image) -> None:
-        """Let an image lie on the host as the snapshot of this key, if there is room."""
+        """Keep an image on the host as the snapshot of this key, if there is room."""
         seq = self.store.of_key(key, image.state)
         seq.keys, seq.account = self.memory.keys(seq.token_ids, key.salt), image.account
         slots = self.store.scheduler.snapshots.enter(seq, image.table(seq.keys))
@@ -170,7 +170,7 @@ class Prefixes:
         self._fresh.add(seq.seq_id)
 
     def invalidate(self, key: SnapshotKey) -> None:
-        """Remove a key's file: what it holds may be wrong."""
+        """Remove a key's file, which may be wrong."""
         if key in self.below or key.name in self._storing:
             self._remove(key)
 
@@ -179,7 +179,7 @@ class Prefixes:
         self.workers.remove(key.name)
 
     def reset(self) -> None:
-        """Forget all files, and remove them soon."""
+        """Forget all files, and delete them in the background."""
         self.below.clear()
         self._touched.clear()
         self.workers.clear()
@@ -199,7 +199,7 @@ def make_prefixes(
 
 
 def is_file_of(key: SnapshotKey, file: SessionFile) -> bool:
-    """Whether a file holds what the key names: every field, and every token."""
+    """Return whether a file has all fields and tokens of the key."""
     tokens = file.tensors.get("tokens")
     if tokens is None or tokens.dtype != torch.int64 or tokens.numpy().tobytes() != key.tokens:
         return False

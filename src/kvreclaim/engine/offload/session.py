@@ -1,4 +1,4 @@
-"""Sessions: what a cache holds of some tokens, to a file and back."""
+"""Sessions: save the cached blocks of a prompt to a file, and load them."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ class Sessions:
         return SessionInfo(key.num_tokens, self.compressed.file_of(key, self.fields).save(path))
 
     def load(self, path: str | os.PathLike[str], salt: str | None) -> SessionInfo:
-        """Check everything, then let prompts that begin so hit it.
+        """Check the file, then add its tokens to the prefix cache.
 
-        Raises: InvalidArgumentError, which says what does not fit, or how much room is lacking; OSError.
+        Raises: InvalidArgumentError for a file that does not fit, or without enough room; OSError.
         """
         file = SessionFile.load(path, self.fields)
         if is_compressed(file):

@@ -84,19 +84,19 @@ class SnapshotStore(Extension):
             self.keep(seq, replace(seq.snapshot_key, has_past=seq.begun_with is not None))
 
     def processed(self, seq: Sequence) -> None:
-        """Keep what is left of its prompt, if the next turn may begin with no more."""
+        """Keep the compressed prompt, if the next turn may share no more than that."""
         if seq.num_computed == seq.footprint.keep_at:
             self._keep_left(seq)
 
     def ending(self, seq: Sequence) -> None:
-        """Keep what is left of it for the next turn of its conversation. What is kept of its prompt is the
-        next to give way."""
+        """Keep the compressed sequence for the next turn of its conversation. The snapshot of its prompt is
+        then the next one to be evicted."""
         if self._keep_left(seq) and seq.lineage is not None and (at := seq.footprint.keep_at):
             self.scheduler.snapshots.give_way(seq.lineage.of_first(at))
 
     def _keep_left(self, seq: Sequence) -> bool:
-        """Keep what is left of a sequence, unless exact blocks serve the same requests. Returns: whether it
-        takes the place of what was kept before."""
+        """Keep a compressed sequence, unless exact blocks serve the same requests. Returns: whether it
+        replaces the snapshot that was kept before."""
         account = seq.account
         live, room = seq.num_computed - account.num_evicted, self.signals.room
         drops = seq.footprint.drops
@@ -165,7 +165,7 @@ class SnapshotStore(Extension):
             self.forget(parked)
 
     def of_key(self, key: SnapshotKey, state: CompressionState) -> Sequence:
-        """One that comes from elsewhere, and that no request has made. Nobody holds it yet."""
+        """Make a snapshot without a request, for a loaded image. It has no blocks yet."""
         tokens = key.token_ids
         spec = RequestSpec(prompt_token_ids=tokens, params=SamplingParams())
         request = Request(spec, None, max_len=len(tokens), seed=0)

@@ -33,8 +33,8 @@ class DiskStateStats:
     """Counts of recurrent layers' states on disk.
 
     kept: can be read; recovered: found at the start
-    stored, loaded: written and read since then; gone: damaged; failed: transfers that the disk did not make
-    loading, storing: under way
+    stored, loaded: written and read since then; gone: damaged; failed: transfers with a disk error
+    loading, storing: pending
     """
 
     counters: DiskCounters
@@ -70,11 +70,11 @@ class DiskStats:
 
     blocks_loaded, blocks_stored: can be found since then
     recovered: found at the start
-    gone:    loads that found something else, or damaged bytes, in their slot
-    failed:  transfers that the disk did not make
-    refused: stores that found no slot
-    loading, storing: under way
-    states: of recurrent layers, behind these blocks; None without
+    gone:    loads with other or damaged bytes in their slot
+    failed:  transfers with a disk error
+    refused: stores without a free slot
+    loading, storing: pending
+    states: of recurrent layers, after these blocks; None without
     """
 
     slots: SlotStats
@@ -153,16 +153,16 @@ class HostStateStats:
 class TierStats:
     """Counts of everything below the pool.
 
-    parked_seqs, parked_slots: sequences that gave way and wait for their blocks, and slots that they have for
-                     themselves
+    parked_seqs, parked_slots: preempted sequences that wait for their blocks, and the slots that they alone
+                     hold
     swaps:           sequences parked since the start
-    swap_in_bytes:   of moves.load_bytes, those of sequences that came back
-    deferred_seqs:   that wait for what is being read from disk for them
+    swap_in_bytes:   of moves.load_bytes, those of resumed sequences
+    deferred_seqs:   sequences that wait for a read from disk
     asked_tokens:    tokens in full blocks that the pool did not have, at each admission
     host_hit_tokens: of these, tokens that came from the host alone
     disk_hit_tokens: tokens that had been read from disk for the waiting request
-    refused:         times that a full block found no slot on the host
-    bytes_per_block: that a move of one moves
+    refused:         full blocks without a free slot on the host
+    bytes_per_block: moved per block
     disk:            None without a file
     prefixes:        compressed ones on disk; None without
     states:          of recurrent layers, behind prefixes on the host; None without

@@ -1,4 +1,4 @@
-"""Which chunks a prompt reuses, and which of its tokens are computed anew."""
+"""The chunks that a prompt reuses, and the tokens of it that are recomputed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvreclaim.memory.prefix.keys import BlockKeys
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReusedChunk:
-    """A chunk that stands at start .. stop - 1 of a prompt.
+    """A chunk at positions start .. stop - 1 of a prompt.
 
-    lead: tokens of the prompt's beginning behind which it was computed
-    keys: of these and the chunk
+    lead: leading tokens of the prompt that preceded the chunk when it was computed
+    keys: block keys of these and the chunk
     """
 
     start: int
@@ -24,17 +24,17 @@ class ReusedChunk:
 
     @property
     def origin(self) -> int:
-        """The place in the prompt where its keys' first token would stand."""
+        """The prompt position that corresponds to the first token of `keys`."""
         return self.start - self.lead
 
 
 @dataclass(slots=True, eq=False)
 class Reuse:
     """Chunks that one prompt reuses. sources: its chunks, in order; anew: [num_prompt] bool, tokens that are
-    computed; num_gone: of these, those whose keys and values had left the cache when they were to be reused.
+    computed; num_gone: of these, tokens to be reused that had left the cache.
 
-    scores: [num_prompt] fp32 attention that the tokens of a prompt whose reuse is only tried get from those
-            behind the last chunk, in `layers`; None where nobody asks
+    scores: [num_prompt] fp32 attention from the tokens after the last chunk in `layers`, for prompts that
+            measure reuse; None otherwise
     """
 
     sources: tuple[ReusedChunk, ...]
@@ -45,12 +45,12 @@ class Reuse:
 
     @property
     def asked_from(self) -> int:
-        """The first token behind the last chunk."""
+        """The first token after the last chunk."""
         return self.sources[-1].stop
 
     @property
     def offsets(self) -> np.ndarray:
-        """[num_prompt] int64: places of tokens within their chunks; elsewhere 0."""
+        """[num_prompt] int64: positions of tokens within their chunks; 0 outside of chunks."""
         found = np.zeros(len(self.anew), dtype=np.int64)
         for source in self.sources:
             found[source.start : source.stop] = np.arange(source.stop - source.start)

@@ -1,4 +1,4 @@
-"""Where the tokens of a compressed sequence lie, as tensors and tables."""
+"""Positions and cells of a compressed sequence's tokens, as tensors and tables."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class CompressionState:
     """State of an eviction method for one sequence between two passes, besides its EvictionCounters.
 
     slot_positions: [L, K, slots] int32 logical positions, only for models with sliding windows
-    cells:          where each head's tokens lie, only where heads keep unequal numbers
-    head_positions: int32 logical positions of what the last pass has left in each head, only where heads keep
-                    unequal numbers and their policy needs them
+    cells:          cells of each head's tokens, only where heads keep unequal numbers
+    head_positions: int32 logical positions of the tokens that the last pass left in each head, only where
+                    heads keep unequal numbers and their policy needs them
     rounded:        tokens that rounding unequal counts to blocks moved from head to head
     """
 

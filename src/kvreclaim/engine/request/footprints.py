@@ -1,4 +1,4 @@
-"""How much KV memory a request's compression lets it hold."""
+"""The KV memory that a request may hold under its compression."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def footprint_of(
 def compressing_prompt(
     footprint: Footprint, at: int, compressor: Compressor | None, num_prompt: int
 ) -> Footprint:
-    """The footprint of a request whose first tokens, so many, are compressed at once.
+    """Return the footprint of a request with its first `at` tokens compressed at once.
 
     Raises: InvalidArgumentError.
     """

@@ -93,7 +93,7 @@ class RequestMetrics:
     num_repeated_tokens: of these, computed although the index had them
     prefill_tokens_seen: tokens that dense attention would have read for sparsely computed prompt tokens,
                     summed over rows, layers and KV heads; prefill_tokens_read: of these, those read
-    num_reused_tokens: prompt tokens whose keys and values come from chunks computed alone
+    num_reused_tokens: prompt tokens with keys and values from chunks computed alone
     num_reasoning_tokens: generated tokens of reasoning, its markers not among them; None: they are not
                     counted
     num_gone_tokens: prompt tokens that were to be reused but had left the cache, and were computed
@@ -189,7 +189,7 @@ class StepStats:
                         requests left
     num_prefill_tokens: of num_tokens, tokens of prompts and of sequences that are recomputed
     num_decode_tokens:  the rest: the newest token of each generating sequence, and its drafts
-    num_prompts_done:   requests whose prompt was completed in this step, for the first time
+    num_prompts_done:   requests that completed their prompt in this step, for the first time
     """
 
     num_running: int
@@ -231,12 +231,12 @@ class EngineTotals:
     """Counters over the engine's life.
 
     preemptions: sequences that lost their blocks, by reason (all reasons are always there)
-    swaps:       of these, sequences whose blocks' bytes were kept on the host
+    swaps:       of these, sequences with their blocks' bytes kept on the host
     finished:    sequences by finish reason
     counts:      counters of features, by the names of their metrics
     recall_pages: pages of one (layer, KV head) that came back into recall blocks; recall_bytes: theirs
     recall_hits: of pages that were back at a pass, those of which a token stayed for good
-    cold_dropped: pages that went for lack of cold memory
+    cold_dropped: pages dropped for lack of cold memory
     streamed_bytes: of a full cache in host memory: brought to the device; written_bytes: of its blocks that
                  got tokens, back to the host; stream_buffer_bytes: what the buffers on the device take now
     """

@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence(schedule.ScheduledSequence):
-    """One output in the making, with what its tokens and text are made from.
+    """One output in progress, with the state that produces its tokens and text.
 
-    state:      what its way of compressing remembers
-    row_cache:  (version, block ids) of the block table as the kernels want it
+    state:      of its eviction method
+    row_cache:  (version, block ids) of the block table in the kernels' format
     cell_cache: (version, cells of each head), where heads have their own tables
     window_cache: of each window (version, block ids of each group of layers)
-    hypothesis: that it says, where it is what a beam search has come to
-    matcher:    where it stands in its request's grammar
+    hypothesis: the result of a beam search that it shows, if any
+    matcher:    its state in the request's grammar
     reader:     a feature's view of its text so far
     """
 
@@ -72,7 +72,7 @@ class Sequence(schedule.ScheduledSequence):
 
     @property
     def waits_for_fork(self) -> bool:
-        """Whether its siblings are to begin once its prompt is computed."""
+        """Whether its siblings begin once its prompt is computed."""
         return self.seats > 1
 
     @property
@@ -95,7 +95,7 @@ class Sequence(schedule.ScheduledSequence):
         return row
 
     def note_blocks(self, num_held: int) -> None:
-        """Its table holds so many blocks after computing up to num_computed."""
+        """Record the blocks that its table holds after computing up to num_computed."""
         self.final_blocks = num_held
         if num_held > self.peak_blocks:
             self.peak_blocks = num_held
@@ -149,7 +149,7 @@ class Sequence(schedule.ScheduledSequence):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scheduled:
-    """A sequence and what it computes in this step. cut: less than was planned, its drafts being left out."""
+    """A sequence and the row that it computes in this step. cut: whether drafts of the plan were left out."""
 
     seq: Sequence
     row: schedule.Row
@@ -161,11 +161,11 @@ class Scheduled:
 
     @property
     def num_known(self) -> int:
-        """Tokens of the row that are no drafts."""
+        """Tokens of the row that are not drafts."""
         return self.row.num_tokens - self.row.num_drafts
 
     def without_drafts(self) -> Scheduled:
-        """The same with the tokens alone that are known."""
+        """Return the item without its drafts."""
         if not self.row.num_drafts:
             return self
         return Scheduled(self.seq, replace(self.row, num_tokens=self.num_known, num_drafts=0), cut=True)
@@ -181,8 +181,8 @@ class Scheduled:
 class Scores:
     """Filled in while a scored request is computed; index i belongs to continuation token i.
 
-    observer: told (first, log-probabilities [n, V] fp32) of continuation tokens first .. first + n - 1 as
-              they are computed, in order; a preempted request tells them again
+    observer: called with (first, log-probabilities [n, V] fp32) of continuation tokens first .. first + n - 1
+              when they are computed, in order; called again after a preemption
     """
 
     predicted: list[int]
@@ -190,7 +190,7 @@ class Scores:
     observer: Callable[[int, torch.Tensor], None] | None = None
 
     def record(self, first: int, given: list[int], logits: torch.Tensor) -> None:
-        """Continuation tokens first, first + 1, ... were given; logits [len(given), V] predicted them."""
+        """Record continuation tokens first, first + 1, ...: `given`, with logits [len(given), V]."""
         index = torch.tensor(given, device=logits.device)[:, None]
         every = torch.log_softmax(logits.float(), -1)
         found = every.gather(-1, index)[:, 0]
@@ -202,11 +202,11 @@ class Scores:
 
 @dataclass(slots=True, eq=False)
 class Beams:
-    """A request's beam search, and what its sequences, the beams, have come to.
+    """A request's beam search, and the state of its sequences, the beams.
 
-    rows:   by seq_id: logits [V] of beams whose siblings have to be computed before anything is chosen
-    begun:  the first choice has been made: before, one sequence stands for all beams
-    spent:  what compression did to beams that are no more, and what rounding moved there
+    rows:   by seq_id: logits [V] of beams that wait for their siblings' logits
+    begun:  whether the first choice has been made; until then one sequence stands for all beams
+    spent:  eviction counters of beams that have ended; rounded: tokens that rounding moved in them
     """
 
     search: BeamSearch
@@ -218,12 +218,12 @@ class Beams:
     answer_blocks: int = 0
 
     def retire(self, seq: Sequence) -> None:
-        """A beam ends."""
-        gone, spent = seq.account, self.spent
-        spent.num_evicted += gone.num_evicted - gone.inherited_evicted
+        """Add the figures of a beam that ends."""
+        ended, spent = seq.account, self.spent
+        spent.num_evicted += ended.num_evicted - ended.inherited_evicted
         for name in ("blocks_freed", "blocks_perfect", "compactions"):
-            setattr(spent, name, getattr(spent, name) + getattr(gone, name))
-        spent.num_dropped = max(spent.num_dropped, gone.num_dropped)
+            setattr(spent, name, getattr(spent, name) + getattr(ended, name))
+        spent.num_dropped = max(spent.num_dropped, ended.num_dropped)
         self.rounded += seq.state.rounded
         self.peak_blocks = max(self.peak_blocks, seq.peak_blocks)
         self.answer_blocks = max(self.answer_blocks, seq.answer_blocks)
@@ -233,22 +233,22 @@ class Beams:
 class Request:
     """A prompt on its way through the engine.
 
-    spec:      what its caller asked for
+    spec:      the caller's arguments
     max_len:   tokens at which every output ends, prompt included
     seed:      of its outputs' generators, the caller's or the engine's
-    scores:    None for generation; else the given continuation is scored and nothing is drawn
-    prompt_logprobs: of the prompt tokens computed so far; None: not asked for
-    prompt_done: the whole prompt has been computed, maybe before a preemption
-    features:  that the request has, in their order; state: what they keep with it, by type
-    before_passes: those of them that do something before passes
+    scores:    None for generation; otherwise the given continuation is scored and nothing is drawn
+    prompt_logprobs: of the prompt tokens computed so far; None: not requested
+    prompt_done: whether the whole prompt has been computed, maybe before a preemption
+    features:  of the request, in their order; state: their per-request state, by type
+    before_passes: features that act before passes
     beams, sparse_prefill, reuse: of the state; None: no beam search, full attention, no chunks
     verify:    None unless a compressed cache drafts for it; compressor is None then
     bad_words: token ids of each of its params' bad_words
     grammar:   of its structured outputs, at the beginning of each
-    refusal:   the mistake of the request that ended it; error says it, too
-    parent:    on whose behalf it is computed; None: a caller's own. children: that it waits for
-    is_plain:  full attention over all its tokens, and nothing is kept beside them
-    takes_argmax: its parameters leave every token as it is that is the argmax of its row
+    refusal:   the invalid argument that ended the request; error holds its message
+    parent:    the request that needs its result; None: a caller's. children: requests that it waits for
+    is_plain:  full attention over all its tokens, without compression or reuse
+    takes_argmax: its parameters never replace a token that is the argmax of its row
     """
 
     spec: RequestSpec
@@ -286,7 +286,7 @@ class Request:
 
     @property
     def reader(self) -> TokenReader | None:
-        """A reader of a new output; None: no feature follows outputs."""
+        """A reader for a new output; None if no feature follows outputs."""
         return next((reader for feature in self.features if (reader := feature.reader(self))), None)
 
     @property
@@ -303,17 +303,17 @@ class Request:
 
     @property
     def num_seats(self) -> int:
-        """Sequences that it will have at a time."""
+        """Most sequences that it has at a time."""
         return self.params.n if self.beams is None else self.beams.search.params.beam_width
 
     @property
     def shown(self) -> list[Sequence]:
-        """The outputs that a caller sees: beams may all be others in the end."""
+        """The outputs that a caller sees. Beams are shown only at the end, because they may still change."""
         return [] if self.beams is not None and not self.finished else self.sequences
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of the prompt are asked for and not all known."""
+        """Whether log-probabilities of the prompt were requested and are incomplete."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_token_ids)
 
     @property
@@ -372,9 +372,8 @@ class Request:
 
 
 def wanted_positions(item: Scheduled) -> range:
-    """The positions of this chunk with logits that are needed: the last known token's, those of drafts, and
-    every one before a token with log-probabilities in the output, of the prompt or of a scored
-    continuation."""
+    """Return the positions of this chunk that need logits: the last known token's, those of drafts, and those
+    that predict tokens with reported log-probabilities, of the prompt or of a scored continuation."""
     seq, start = item.seq, item.row.first
     request, end, known = seq.request, start + item.row.num_tokens, len(seq.token_ids)
     if request.scores is not None:

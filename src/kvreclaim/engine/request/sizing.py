@@ -26,16 +26,16 @@ from kvreclaim.schedule.rates import Rates
 
 logger = logging.getLogger(__name__)
 MOST_WAIT_S = 10.0
-"""For what a disk that hangs would bring."""
+"""Most seconds to wait for a disk that hangs."""
 LOAD_WAIT_PER_TOKEN_S = 0.25 / 1000
 SIGNAL_FRACTION = 0.2
-"""Share of the free memory for what policies ask to be kept."""
+"""Share of the free memory for signals of policies."""
 
 
 def choose_limits(config: EngineConfig, facts: ModelFacts, spoken_for: int = 0) -> EngineConfig:
-    """Set max_model_len, num_blocks and max_signal_bytes where they are None. A max_signal_bytes that is
-    given is taken first. Where full caches lie in host memory, max_model_len is no more than these hold.
-    spoken_for: bytes that are not free, although nobody has taken them yet
+    """Set max_model_len, num_blocks and max_signal_bytes where they are None. A given max_signal_bytes is
+    subtracted first. With full caches in host memory, max_model_len is at most the tokens that fit there.
+    spoken_for: bytes that are reserved but not allocated yet
 
     Raises: InvalidArgumentError if max_model_len exceeds the model's limit, or memory does not suffice.
     """
@@ -71,13 +71,13 @@ def choose_limits(config: EngineConfig, facts: ModelFacts, spoken_for: int = 0) 
         if num_blocks < 1:
             raise InvalidArgumentError(
                 f"kv_memory_fraction {fraction} of the free memory holds no block of "
-                f"{block_bytes} bytes{_beside(kept_bytes)}; free some memory, raise the fraction or set "
+                f"{block_bytes} bytes{_signals(kept_bytes)}; free some memory, raise the fraction or set "
                 "num_blocks."
             )
     elif (needed := num_blocks * block_bytes + kept_bytes) > free:
         raise InvalidArgumentError(
             f"num_blocks is {num_blocks}, which takes {needed / 2**20:,.0f} MiB of K/V in {form.name}"
-            f"{_beside(kept_bytes)}, but {free / 2**20:,.0f} MiB are free; lower it, or leave it out."
+            f"{_signals(kept_bytes)}, but {free / 2**20:,.0f} MiB are free; lower it, or leave it out."
         )
     signal_bytes = config.max_signal_bytes
     if signal_bytes is None:
@@ -153,11 +153,11 @@ def host_room(config: EngineConfig, facts: ModelFacts, bytes_per_block: int) -> 
                 facts.state_bytes / 2**20,
             )
     num_slots = (size - num_states * facts.state_bytes) // bytes_per_block
-    beside = f" beside {num_states} states of recurrent layers" if num_states else ""
+    with_states = f" beside {num_states} states of recurrent layers" if num_states else ""
     require(
         num_slots > 0,
         f"kv_offloading_size is {config.kv_offloading_size} GiB, less than one block, which takes "
-        f"{bytes_per_block} bytes{beside}; raise it, or leave it out.",
+        f"{bytes_per_block} bytes{with_states}; raise it, or leave it out.",
         "kv_offloading_size",
     )
     return num_slots, num_states
@@ -172,8 +172,8 @@ def make_memory(
     rates: Rates,
     **others: Any,
 ) -> MemoryManager:
-    """With host slots where kv_offloading_size asks for some, of blocks in host memory where
-    full_cache_host_size does. facts: of all layers; others: of MemoryManager."""
+    """Make the memory manager, with host slots if kv_offloading_size is set, or with blocks in host memory if
+    full_cache_host_size is. facts: of all layers; others: of MemoryManager."""
     assert config.num_blocks is not None, "choose_limits sets it"
     if config.full_cache_host_size:
         return MemoryManager(full_cache_blocks(config, bytes_per_block), config.block_size, **others)
@@ -198,7 +198,7 @@ def make_memory(
         max_parked = min(num_slots, int(config.swap_space * 2**30) // bytes_per_block)
     store_after = 2 if config.kv_offloading_write_policy == "write_through_selective" else 1
     if facts.states and not num_states:
-        store_after = NEVER  # nobody could begin with blocks on the host: no state is kept behind them there
+        store_after = NEVER  # blocks on the host would be useless: the host keeps no states for them
     offload = partial(
         TieredOffload,
         num_host_slots=num_slots,
@@ -219,8 +219,8 @@ def make_memory(
 
 
 def full_cache_blocks(config: EngineConfig, bytes_per_block: int) -> int:
-    """Blocks of full caches in host memory. Raises: InvalidArgumentError if there is no room for one, or no
-    such memory."""
+    """Return the blocks of full caches in host memory. Raises: InvalidArgumentError if there is no room for
+    one, or less free memory."""
     field, num_bytes = "full_cache_host_size", int(config.full_cache_host_size * 2**30)
     require(
         num_bytes >= bytes_per_block,
@@ -239,7 +239,7 @@ def full_cache_blocks(config: EngineConfig, bytes_per_block: int) -> int:
 
 
 def load_wait(config: EngineConfig) -> Callable[[int], float]:
-    """Seconds that a request waits while so many of its tokens are read from disk."""
+    """Return num_tokens -> seconds that a request waits while they are read from disk."""
     if config.kv_load_policy == "wait_complete":
         return lambda _: MOST_WAIT_S
     if config.kv_load_policy == "timeout":
@@ -250,7 +250,7 @@ def load_wait(config: EngineConfig) -> Callable[[int], float]:
 def load_worth(
     config: EngineConfig, bytes_per_block: int, state_bytes: int, rates: Rates
 ) -> Callable[[int], bool]:
-    """Whether so many tokens, and a state behind them, are to be read from disk."""
+    """Return num_tokens -> whether they, and the state after them, are read from disk."""
     if config.kv_load_policy == "wait_complete":
         return lambda _: True
     size = config.block_size
@@ -260,23 +260,23 @@ def load_worth(
 
 
 def prefix_worth(config: EngineConfig, rates: Rates) -> Callable[[int, int], bool]:
-    """Whether so many bytes of a compressed prefix are to be read for so many tokens."""
+    """Return (num_bytes, num_tokens) -> whether a compressed prefix of this size is read from disk."""
     if config.kv_load_policy == "wait_complete":
         return lambda num_bytes, num_tokens: True
     return lambda num_bytes, num_tokens: rates.load_s(num_bytes) < rates.recompute_s(num_tokens, 0, 1)
 
 
 def memory_fraction(config: EngineConfig, device: torch.device) -> float:
-    """The share of free memory for the pool. A CPU's memory serves other programs, too."""
+    """Return the share of free memory for the pool. A CPU's memory serves other programs, too."""
     return config.kv_memory_fraction or (0.9 if device.type == "cuda" else 0.5)
 
 
-def _beside(num_bytes: int) -> str:
+def _signals(num_bytes: int) -> str:
     return f" (with {num_bytes / 2**20:.1f} MiB for signals)" if num_bytes else ""
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Memory that is free now on the device (for a CPU: what this process may take of the machine's)."""
+    """Return the free memory of the device (for a CPU: what this process may take of the machine's)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return free_host_memory_bytes()

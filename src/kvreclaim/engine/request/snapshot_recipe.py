@@ -1,4 +1,4 @@
-"""How a compressed prefix was made, as text that says the same in every process."""
+"""The recipe of a compressed prefix: its settings as text, equal in every process."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from kvreclaim.schedule import Footprint
 from kvreclaim.schedule.snapshot_key import SnapshotKey
 
 PASS_SEMANTICS = 2
-"""To be raised when a pass with the same settings keeps something else, or leaves it elsewhere."""
+"""Raise it when a pass with the same settings keeps other tokens, or leaves them in other slots."""
 
 
 VERSION = version("kvreclaim")
 
 
 def recipe_of(compressor: Compressor | None, footprint: Footprint) -> str:
-    """Everything that decides, in this engine, what is left of given tokens. The offset is not in it: it
-    moves passes behind the prompt only; nor are compress_prompt_at and keep_at: they are the number of the
-    tokens; nor what the caller drops: the key says it."""
-    told: dict[str, object] = {"semantics": PASS_SEMANTICS, "version": VERSION}
+    """Return all settings that determine what a pass leaves of given tokens. The offset is left out, because
+    it moves only passes after the prompt. So are compress_prompt_at and keep_at, which are the number of
+    tokens, and dropped spans, which the key holds."""
+    recipe: dict[str, object] = {"semantics": PASS_SEMANTICS, "version": VERSION}
     if compressor is not None:
         policy = compressor.policy
-        told |= {
+        recipe |= {
             "policy": f"{type(policy).__module__} {policy.name} {policy!r}",
             "mode": str(compressor.mode.value),
             "statistics": compressor.stats_digest,
         }
         if compressor.config.policy_object is not None:  # a class of the same name may differ elsewhere
-            told["class"] = f"class at {id(type(policy)):#x}"
+            recipe["class"] = f"class at {id(type(policy)):#x}"
     common = replace(footprint, offset=0, compress_prompt_at=0, keep_at=0, shareable_until=None, drops=None)
-    told |= {
+    recipe |= {
         "footprint": {
             **asdict(common),
             "eviction_method": footprint.eviction_method.value,
         },
     }
-    return json.dumps(told, sort_keys=True)
+    return json.dumps(recipe, sort_keys=True)
 
 
 def snapshot_key(
     token_ids: Sequence[int], salt: str | None, compressor: Compressor | None, footprint: Footprint
 ) -> SnapshotKey:
-    """The key of what a pass behind these tokens leaves of them, or dropping spans does."""
+    """Return the key of the tokens left by a pass after these tokens, or by dropping spans."""
     recipe, drops = recipe_of(compressor, footprint), footprint.drops
     is_lasting = drops is None and " at 0x" not in recipe
     spans = () if drops is None else drops.spans

@@ -1,4 +1,4 @@
-"""A request in verify mode: how it drafts, and how its budget follows what is accepted."""
+"""A request in verify mode: its drafts, and a budget that follows their acceptance."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from kvreclaim import schedule
 from kvreclaim.compression.compressor import Compressor
 
 PROBABLE = (0.5, 0.9)
-"""Drafts are told apart by how probable they are: below, between and above these."""
+"""Bounds of the three classes of drafts by probability."""
 BELIEF_STEP = 0.05
-"""Weight of the newest token in how often drafts are accepted."""
+"""Weight of the newest token in the acceptance rates."""
 FULL_ROUNDS = 8
-"""Rounds without a refused draft after which a budget that chooses itself falls."""
+"""Rounds without a rejected draft after which an automatic budget falls."""
 
 
 @dataclass(slots=True, eq=False)
 class Verify:
-    """A request whose answer is that of its full cache, and whose drafts come from a compressed one.
+    """Verify mode of a request: its full cache gives the answer, and a compressed cache gives the drafts.
 
-    compressor, footprint: of the companions; num_tokens: drafted at most between two verifications
-    budgets:  steps that the budget takes: up when a draft is refused, down after FULL_ROUNDS in which none
-              was; empty: it stays
-    is_short: the budget has just risen: companions are to be chosen anew from the full cache
-    beliefs:  how often drafts have been accepted lately, by how probable they were (PROBABLE)
+    compressor, footprint: of the companions; num_tokens: most drafts between two verifications
+    budgets:  steps of the budget: up when a draft is rejected, down after FULL_ROUNDS without a rejection;
+              empty: the budget is fixed
+    is_short: the budget has just risen, so companions are chosen anew from the full cache
+    beliefs:  recent acceptance rates of drafts by their class of probability (PROBABLE)
     """
 
     compressor: Compressor
@@ -43,11 +43,11 @@ class Verify:
         return self.compressor.eviction_method
 
     def belief(self, probability: float) -> float:
-        """In a draft that the compressed cache holds so probable."""
+        """Return the acceptance rate of drafts with this probability in the compressed cache."""
         return self.beliefs[bisect(PROBABLE, probability)]
 
     def note(self, probabilities: list[float], accepted: int) -> None:
-        """A round: drafts that were so probable, and how many of them were accepted."""
+        """Record a round: the probabilities of its drafts, and the number of accepted ones."""
         drafted = len(probabilities)
         self.num_rounds += 1
         self.num_drafted += drafted

@@ -1,1 +1,1 @@
-"""From logits to tokens and text: logprobs, drawing, beams, detokenising."""
+"""Turn logits into tokens and text: logprobs, sampling, beams, detokenization."""

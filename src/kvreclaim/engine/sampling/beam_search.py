@@ -80,7 +80,7 @@ class BeamSearch:
         return [(beam, token) for beam, token, _ in live]
 
     def best(self) -> list[Hypothesis]:
-        """The finished ones that are asked for, the best one first."""
+        """Return the num_return_sequences best finished beams, the best one first."""
         return self.finished[: self.params.num_return_sequences]
 
     def _finish(self, ended: list[tuple[int, int, float]], length: int) -> None:
@@ -94,7 +94,7 @@ class BeamSearch:
         del self.finished[self.params.beam_width :]
 
     def _is_over(self, best: float, length: int) -> bool:
-        """Whether nothing better can come. best: log-probability of the best beam that goes on."""
+        """Return whether no better beam can follow. best: log-probability of the best unfinished beam."""
         params = self.params
         is_full = len(self.finished) == params.beam_width
         if is_full:

@@ -1,4 +1,4 @@
-"""Whether options of a request leave an output that its grammar allows, as far as a short search can tell."""
+"""Search for an output that both a request's options and its grammar allow."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 from kvreclaim.sampling_params import SamplingParams
 
 MAX_STATES = 256
-"""States of the grammar that the search looks at; an output that it does not rule out by then may exist."""
+"""Grammar states that the search visits; if it finds no contradiction by then, an output may exist."""
 MAX_BRANCHES = 64
 """Tokens that may follow a state. More of them are free text, which is not searched."""
 MAX_TOKENS = 1024
-"""The same with white space among them."""
+"""Tokens that may follow a state where white space is among them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Barred:
-    """Tokens that do not come. early: before so many tokens"""
+    """Tokens that an output may not have. early: among its first num_early tokens"""
 
     always: frozenset[int]
     early: frozenset[int]
@@ -29,7 +29,7 @@ class Barred:
 
     @staticmethod
     def of(params: SamplingParams, bad_words: Collection[tuple[int, ...]]) -> Barred | None:
-        """None: all may come. bad_words: token ids of each; longer ones are not searched for."""
+        """Return the barred tokens, or None. bad_words: token ids of each; longer ones are ignored."""
         allowed = params.allowed_token_ids
         early = frozenset(params.stop_token_ids or ()) if params.min_tokens else frozenset[int]()
         always = frozenset(word[0] for word in bad_words if len(word) == 1)
@@ -38,7 +38,7 @@ class Barred:
         return Barred(always, early, params.min_tokens, None if allowed is None else frozenset(allowed))
 
     def left(self, tokens: Collection[int], *, is_early: bool) -> list[int]:
-        """Return those of the tokens that may come."""
+        """Return the tokens that are not barred."""
         barred = self.always | self.early if is_early else self.always
         return [t for t in tokens if t not in barred and (self.allowed is None or t in self.allowed)]
 
@@ -46,7 +46,7 @@ class Barred:
 def may_end(
     matcher: llguidance.LLMatcher, barred: Barred, tokens: llguidance.LLTokenizer, *, is_json: bool
 ) -> bool:
-    """Whether an output may exist; False where each one that the grammar begins comes to a dead end.
+    """Return whether an output may exist; False if every output of the grammar leads to a dead end.
 
     Between parts of JSON, white space of more than one character is not searched. States that differ in white
     space alone and go on with the same tokens count as one.
@@ -82,7 +82,7 @@ def may_end(
 
 
 def _is_between(text: bytes) -> bool:
-    """Whether a text ends between parts of JSON, or behind the marker that opens a call."""
+    """Return whether a text ends between parts of JSON, or after the marker that opens a call."""
     is_within = (text.count(b'"') - text.count(b'\\"')) % 2
     return not is_within and (b"{" in text or b"[" in text or text.rstrip().endswith(b">"))
 

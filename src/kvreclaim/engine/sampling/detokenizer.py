@@ -90,7 +90,7 @@ class Detokenizer:
         return stop
 
     def _num_held_back(self) -> int:
-        """Characters at the end that may turn out to begin a stop string, and to be cut."""
+        """Return the number of characters at the end that may be the beginning of a stop string."""
         if self._include_stop:
             return 0
         longest = max((len(s) for s in self._stop_strings), default=1) - 1
@@ -101,7 +101,7 @@ class Detokenizer:
         return next(ends, 0)
 
     def finish(self) -> None:
-        """No token follows: show what was held back."""
+        """Add the text that was held back. Call it after the last token."""
         if self._stopped:
             return
         whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skip)

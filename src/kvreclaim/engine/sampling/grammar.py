@@ -92,8 +92,8 @@ class Grammars:
 
 
 def can_read(tokenizer: Any) -> bool:
-    """Whether outputs of such a tokenizer can follow grammars. Its vocabulary, which takes seconds, is not
-    read: how tokens become text decides."""
+    """Return whether outputs of such a tokenizer can follow grammars. Only its decoder is checked, because
+    reading the vocabulary takes seconds."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return False
@@ -114,7 +114,7 @@ def check(params: StructuredOutputsParams) -> None:
 
 
 def reason_against(params: StructuredOutputsParams) -> str | None:
-    """Why a grammar without special tokens cannot be followed; None: it can."""
+    """Return the reason why a grammar without special tokens cannot be followed; None if it can."""
     try:
         grammar = _grammar(*params.source)
         is_wrong, reasons = Matcher.validate_grammar_with_warnings(grammar)
@@ -127,7 +127,7 @@ def reason_against(params: StructuredOutputsParams) -> str | None:
 
 
 def composed(lark: str, answer: StructuredOutputsParams | None) -> AnswerGrammar:
-    """A grammar in Lark in which @answer stands for another one."""
+    """Return a grammar in Lark with another grammar inserted as @answer."""
     grammars: list[dict[str, Any]] = [{"lark_grammar": lark}]
     if answer is not None:
         text = _grammar(*answer.source)
@@ -137,11 +137,11 @@ def composed(lark: str, answer: StructuredOutputsParams | None) -> AnswerGrammar
 
 
 def _grammar(kind: str, text: str) -> str:
-    """In llguidance's own form. Raises: ValueError."""
+    """Convert a grammar to llguidance's own form. Raises: ValueError."""
     if kind == "answer":
         return text
     if kind == "json":
-        if not has_value(json.loads(text)):  # which says where it is no JSON
+        if not has_value(json.loads(text)):  # json.loads raises for invalid JSON
             raise ValueError("no JSON value follows it, for each would contain another one")
         return Matcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITE_SPACE})
     grammar = llguidance.grammar_from(kind, text)  # type: ignore[arg-type]
@@ -151,14 +151,14 @@ def _grammar(kind: str, text: str) -> str:
 
 
 def _reason_at_start(matcher: Matcher) -> str | None:
-    """Why no output can begin; None: one can."""
+    """Return the reason why no output can begin; None if one can."""
     begun = matcher.deep_copy()
     begun.compute_bitmask()
     return "no text follows it" if begun.is_error() else None
 
 
 class _Bytes:
-    """A vocabulary of single bytes, for grammars whose model is not known."""
+    """A vocabulary of single bytes, for grammars of an unknown model."""
 
     eos_token_id, bos_token_id = 256, None
     tokens = (*(bytes([byte]) for byte in range(256)), b"<eos>")

@@ -1,4 +1,4 @@
-"""Log-probabilities as they are reported: of the most likely tokens, and of the one that came."""
+"""Reported log-probabilities: of the most likely tokens, and of the sampled or given one."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ PromptLogprobs = list[dict[int, Logprob] | None]
 
 
 MAX_ELEMENTS = 1 << 24
-"""Logits of a prompt that are turned into log-probabilities at once."""
+"""Most logits of a prompt that are turned into log-probabilities at once."""
 
 
 def report(logprobs: Tensor, given: list[int], num_top: int) -> list[dict[int, Logprob]]:
-    """For each row of logprobs [N, V] its num_top most likely tokens, -1 for all, and the one given if it is
-    not among them. Ranks begin at 1; a given token's is one more than the number of likelier ones."""
+    """Report for each row of logprobs [N, V] its num_top most likely tokens, -1 for all, and the given one if
+    it is not among them. Ranks begin at 1; a given token's is one more than the number of likelier ones."""
     index = torch.tensor(given, device=logprobs.device)[:, None]
     own = logprobs.gather(-1, index)
     ranks = (logprobs > own).sum(-1, dtype=torch.int32) + 1
@@ -43,7 +43,7 @@ def report(logprobs: Tensor, given: list[int], num_top: int) -> list[dict[int, L
 
 
 def report_prompt(logits: Tensor, given: list[int], num_top: int) -> list[dict[int, Logprob]]:
-    """The same from logits [N, V], a few rows at a time: N is a whole chunk of a prompt."""
+    """Report from logits [N, V], a few rows at a time, because N is a whole chunk of a prompt."""
     num_rows = max(1, MAX_ELEMENTS // logits.shape[-1])
     found: list[dict[int, Logprob]] = []
     for piece in logits.split(num_rows):

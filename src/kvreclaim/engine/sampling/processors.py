@@ -43,19 +43,19 @@ class SampleRow:
     forced: int | None = None
 
     def takes(self, best: int) -> bool:
-        """Whether the token is the row's argmax, which is `best`, and nothing is to be reported."""
+        """Return whether the token is the row's argmax, `best`, and no log-probabilities are reported."""
         if self.params.temperature != 0 or self.params.logprobs is not None:
             return False
         return all(each.spares(self, best) for each in PROCESSORS)
 
     def conflict(self) -> InvalidArgumentError:
-        """Return the refusal of a request of which no token may come."""
+        """Return the refusal of a request that bars every token."""
         is_early = len(self.generated) < self.params.min_tokens and bool(self.forbidden)
         return conflict(self.params, is_early=is_early, is_structured=self.matcher is not None)
 
     @property
     def is_restricted(self) -> bool:
-        """Whether some tokens may not come."""
+        """Whether some tokens are barred."""
         return any(each.applies(self) for each in RESTRICTIONS)
 
     def key(self) -> Tensor | None:
@@ -66,14 +66,14 @@ class SampleRow:
 
 
 class LogitsProcessor(ABC):
-    """Changes logits of the rows that ask for it. Its failure ends these requests alone."""
+    """Changes logits of the rows to which it applies. Its failure ends these requests alone."""
 
     @abstractmethod
     def applies(self, row: SampleRow) -> bool:
-        """Whether the row's logits would change."""
+        """Return whether the row's logits would change."""
 
     def spares(self, row: SampleRow, best: int) -> bool:
-        """Whether `best`, the row's argmax, is sure to stay so."""
+        """Return whether `best`, the row's argmax, is sure to remain the argmax."""
         return not self.applies(row)
 
     @abstractmethod

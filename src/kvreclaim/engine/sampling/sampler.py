@@ -1,6 +1,6 @@
 """Draw one token per row, all rows at once.
 
-Where the likeliest tokens settle it, the vocabulary is not sorted, and most of its noise is not made.
+If the likeliest tokens suffice, the vocabulary is not sorted, and most of its noise is not generated.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kvreclaim.ops.native import torch_alone
 logger = logging.getLogger(__name__)
 
 SIZES = 256, 4096
-"""Likeliest tokens looked at before the whole vocabulary is sorted."""
+"""Numbers of likeliest tokens that are tried before the whole vocabulary is sorted."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token, and the log-probabilities asked for."""
+    """A token, and the requested log-probabilities."""
 
     token: int
     logprobs: dict[int, Logprob] | None = None
@@ -50,19 +50,19 @@ class Cut:
 
 
 def draw(
-    logits: Tensor, best: list[int], rows: list[int], asked: list[SampleRow]
+    logits: Tensor, best: list[int], rows: list[int], sample_rows: list[SampleRow]
 ) -> list[SampledToken | Exception]:
-    """A token for each ask from its row of logits [R, V]; best: [R] the rows' argmax, which is all that
-    most greedy asks need.
+    """Draw a token for each sample row from its row of logits [R, V]. best: [R] the rows' argmax, which
+    suffices for most greedy requests.
 
-    An ask that cannot be met gives its error; the others get the tokens that they would have had.
+    A sample row that fails gives its error. The tokens of others do not depend on it.
     """
     found: list[SampledToken | Exception] = [SampledToken(best[row]) for row in rows]
     keys: dict[int, Tensor | None] = {}
-    for i, ask in enumerate(asked):
+    for i, sample_row in enumerate(sample_rows):
         try:
-            if not ask.takes(best[rows[i]]):
-                keys[i] = ask.key()
+            if not sample_row.takes(best[rows[i]]):
+                keys[i] = sample_row.key()
         except Exception as error:
             found[i] = error
 
@@ -70,7 +70,7 @@ def draw(
         with torch_alone():
             index = move(np.array([rows[i] for i in places]), logits.device)
             chosen = logits.index_select(0, index).float()
-            return _sample(chosen, [asked[i] for i in places], [keys[i] for i in places])
+            return _sample(chosen, [sample_rows[i] for i in places], [keys[i] for i in places])
 
     hard = list(keys)
     try:
@@ -90,8 +90,8 @@ def draw(
 def _sample(
     logits: Tensor, rows: list[SampleRow], keys: list[Tensor | None]
 ) -> list[SampledToken | Exception]:
-    """A token for each row of logits [N, V] fp32, which change, by the rows' keys; an error for a row of
-    which no token may come."""
+    """Draw a token for each row of logits [N, V] fp32 by the rows' keys; an error for a row with all tokens
+    barred. Changes the logits."""
     logprobs = _raw_logprobs(logits, rows)
     process(logits, rows)
     drawn = [i for i, key in enumerate(keys) if key is not None]

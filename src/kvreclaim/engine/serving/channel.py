@@ -1,4 +1,4 @@
-"""Python values between two processes, over a socket that never makes anybody wait."""
+"""Python values between two processes, over a socket that never blocks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 
 HEAD = struct.Struct("!Q")
 PIECE = 1 << 18
-"""Bytes that are read at a time: whoever reads has other things to do."""
+"""Most bytes that one `receive` reads, so that a reader is never occupied for long."""
 
 
 class ChannelClosedError(Exception):
-    """The other side has gone."""
+    """The other side has closed its socket."""
 
 
 class Channel:
-    """One end of a pair of connected sockets. What the other side does not take yet is kept here.
+    """One end of a pair of connected sockets. Bytes that the other side does not accept yet are buffered.
 
-    Values are pickled: both ends belong to one program, and nobody else has the socket.
+    Values are pickled. This is safe: both ends belong to one program, and the socket is private to it.
 
-    bell: an eventfd to ring after each send, where the other side waits for that and not for the socket
+    bell: an eventfd to ring after each send, where the other side polls that instead of the socket
     """
 
     def __init__(self, end: socket.socket, bell: int | None = None) -> None:
@@ -40,18 +40,18 @@ class Channel:
 
     @property
     def pending(self) -> bool:
-        """Whether something is still to be sent: call flush when the socket is writable."""
+        """Return whether bytes are still to be sent: call flush when the socket is writable."""
         return bool(self._pending)
 
     @property
     def readable(self) -> bool:
-        """Whether something has come, or the other side has gone."""
+        """Return whether bytes have arrived, or the other side has closed its socket."""
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         return bool(poller.poll(0))
 
     def send(self, value: Any) -> None:
-        """Send as much as goes now. Raises: ChannelClosedError."""
+        """Send as much as the socket accepts now. Raises: ChannelClosedError."""
         body = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
         self._pending.append(memoryview(HEAD.pack(len(body)) + body))
         self.flush()
@@ -73,7 +73,7 @@ class Channel:
                 self._pending.popleft()
 
     def receive(self) -> list[Any]:
-        """The values that are complete after one more piece. Raises: ChannelClosedError."""
+        """Read once. Returns: the values that are complete now. Raises: ChannelClosedError."""
         try:
             piece = self._socket.recv(PIECE)
         except BlockingIOError:
@@ -100,8 +100,8 @@ class Channel:
 
 
 def new_bell() -> int | None:
-    """An eventfd, on Linux: it wakes a process on any free core. A socket wakes it on the sender's own, where
-    both then wait for each other. None elsewhere."""
+    """Return an eventfd on Linux, None elsewhere. An eventfd wakes a process on any free core. A socket wakes
+    it on the sender's core, where the two then wait for each other."""
     if sys.platform == "linux":
         return os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
     return None

@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 
 class EngineClient(ABC):
-    """Many callers of one event loop, and one engine that runs elsewhere.
+    """Serves many callers of one event loop with one engine that runs elsewhere.
 
-    pid:       of the engine's process where that is another, else None
-    tokenizer: this side's own, None where the model has none
-    death:     why nothing is served any more, None while it is; lost: set when its process has gone
+    pid:       of the engine's process; None if the engine runs in this process
+    tokenizer: a copy for this side; None for a model without one
+    death:     reason why the engine has stopped; None while it serves. lost: set when its process has ended
     """
 
     def __init__(self, tokenizer: Tokenizer | None, pid: int | None = None) -> None:
@@ -50,19 +50,19 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def stop(self) -> None:
-        """End every request and the engine; whoever calls later gets an EngineDeadError."""
+        """End every request and the engine. Later calls raise EngineDeadError."""
 
     @abstractmethod
     async def call(self, function: Callable[[EngineCore], T], *, allow_dead: bool = False) -> T:
-        """Run a function where the engine runs, between two steps. In another process it must be a module's
-        own, and what it returns plain. Raises what it raises, EngineDeadError.
+        """Run a function where the engine runs, between two steps. For another process it must be a
+        module-level function with a picklable result. Raises: its exceptions, EngineDeadError.
 
-        allow_dead: also when the engine cannot go on, as long as there is somebody to ask
+        allow_dead: also run it when the engine has failed, as long as its process or thread answers
         """
 
     @abstractmethod
     def abort(self, request_id: str) -> None:
-        """End a request before the next step; one that has ended is none of our business any more."""
+        """End a request before the next step. A request that has ended is ignored."""
 
     @property
     @abstractmethod
@@ -71,7 +71,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def _add(self, news: Sequence[RequestSpec]) -> None:
-        """Have the engine take them all, or none."""
+        """Queue the requests in the engine, all or none."""
 
     @property
     def num_requests(self) -> int:
@@ -108,7 +108,7 @@ class EngineClient(ABC):
         return streams
 
     async def abort_all(self) -> None:
-        """End every request; return once their readers have been told."""
+        """End every request. Return once their streams have the last update."""
         if self.death is None:
             await self.call(EngineCore.abort_all)
 
@@ -123,18 +123,18 @@ class EngineClient(ABC):
             raise EngineDeadError(f"the engine has stopped ({self.death}); restart the server.")
 
     def _deliver(self, news: EngineOutputs) -> None:
-        """Wake the readers."""
+        """Put updates into their streams."""
         for request_id, update in news:
             stream = self._streams.get(request_id)
             if stream is None:
-                continue  # its caller has gone
+                continue  # its caller has disconnected
             stream.put(update)
             if update.finished:
                 del self._streams[request_id]
         self._note_empty()
 
     def _end_all(self, reason: str) -> None:
-        """Nothing will come any more: tell everybody who waits."""
+        """End all streams with an error."""
         self.death = self.death or reason
         self._deliver([(name, Update({}, finished=True, error=reason)) for name in self._streams])
 

@@ -1,5 +1,5 @@
-"""The engine's side: requests in, updates out, between two steps. Whose thread or process it is in, it does
-not know."""
+"""The engine's side of serving: requests in, updates out, between two steps. It runs in any thread or
+process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EngineOutputs = list[tuple[str, Update]]
 
 
 class EngineObserver(Protocol):
-    """Told what happens, where the engine runs: it must be quick and may read the engine."""
+    """Called on events, where the engine runs. Calls must be quick and may read the engine."""
 
     def added(self, engine: Engine, request: Request) -> None: ...
 
@@ -34,9 +34,9 @@ class EngineObserver(Protocol):
 
 
 class EngineCore:
-    """An engine and the requests that somebody else reads.
+    """An engine and its requests, with readers in another thread or process.
 
-    death: why it cannot go on, None while it can
+    death: reason why the engine has failed; None while it runs
     """
 
     def __init__(self, llm: LLM, observers: Sequence[EngineObserver] = ()) -> None:
@@ -79,7 +79,7 @@ class EngineCore:
             self._note([cursor.request])
 
     def check(self) -> None:
-        """Raises: AssertionError if blocks are not where their tables say."""
+        """Check the block pool. Raises: AssertionError if blocks and block tables differ."""
         self.engine.memory.check()
 
     def abort_all(self) -> None:
@@ -87,7 +87,7 @@ class EngineCore:
             self.abort(request_id)
 
     def close(self) -> None:
-        """At the end: what is on its way to disk is written. Nothing may be asked of the engine after."""
+        """Close the engine, after pending writes to disk. The engine must not be used afterwards."""
         try:
             self.engine.close()
         except Exception:
@@ -100,13 +100,13 @@ class EngineCore:
         except Exception as error:
             self._survive(error)
             return
-        self._tell("stepped", result)  # first: who has an answer finds it counted
+        self._tell("stepped", result)  # first, so that delivered answers are counted
         self._note(result.requests)
 
     def die(self, error: BaseException) -> None:
-        """Nothing can be relied on any more: every request ends, and none is taken."""
+        """End every request after a fatal error. No further requests are accepted."""
         logger.critical("the engine cannot go on", exc_info=error)
-        self.death = type(error).__name__  # its words may quote a prompt; the log has them
+        self.death = type(error).__name__  # its message may quote a prompt; the log has it
         for request_id, cursor in self._cursors.items():
             request = cursor.request
             request.error = request.error or f"{self.death}: {error}"
@@ -121,11 +121,11 @@ class EngineCore:
 
     @property
     def num_news(self) -> int:
-        """Requests of which there is something new."""
+        """Number of requests with updates."""
         return len(self._news)
 
     def _survive(self, error: Exception) -> None:
-        """A step failed as a whole: end what is in flight and go on, if the engine lets us."""
+        """End the requests in flight after a failed step, and go on if the engine can."""
         ours = {request_id: cursor.request for request_id, cursor in self._cursors.items()}
         requests = {**self.engine.requests, **ours}  # ours alone: what ended in this very step
         logger.exception("an engine step failed; ending requests %s", list(requests))
@@ -136,12 +136,12 @@ class EngineCore:
         self._note(list(requests.values()))
 
     def _note(self, requests: list[Request]) -> None:
-        """Keep what is new of these requests for `take`."""
+        """Store the updates of these requests for `take`."""
         ended = []
         for request in requests:
             cursor = self._cursors.get(request.request_id)
             if cursor is None or (request.lacks_prompt_logprobs and not request.finished):
-                continue  # a part of a prompt is no news
+                continue  # a partial prompt gives no update
             update = cursor.advance()
             if update.finished:
                 del self._cursors[request.request_id]
@@ -174,7 +174,7 @@ class Cursor:
     places: list[OutputProgress] = field(default_factory=list)
 
     def advance(self) -> Update:
-        """Everything that is new since the last call."""
+        """Return the update since the last call."""
         request, finished = self.request, self.request.finished
         if len(self.places) < len(shown := request.shown):
             num_prompt = len(request.prompt_token_ids)
@@ -182,9 +182,9 @@ class Cursor:
         deltas = {place.seq.index: place.advance() for place in self.places if not place.ended}
         if self.begun and not finished:
             return Update(deltas, error=request.error, refusal=request.refusal)
-        of_prompt = request.prompt_logprobs if not self.begun else None
+        prompt_logprobs = request.prompt_logprobs if not self.begun else None
         self.begun = True
-        reports = None if of_prompt is None else Reports(of_prompt)
+        reports = None if prompt_logprobs is None else Reports(prompt_logprobs)
         metrics = request.collect_metrics()
         return Update(deltas, metrics, finished, request.error, request.refusal, reports)
 
@@ -200,7 +200,7 @@ class OutputProgress:
     ended: bool = False
 
     def advance(self) -> OutputDelta:
-        """Take the new part of an output; the delta that says why the output ended is its last."""
+        """Take the new part of an output. The delta with a finish_reason is its last."""
         seq = self.seq
         text = seq.detokenizer.text if seq.detokenizer is not None else ""
         delta = OutputDelta(seq.index, text[self.num_chars :], seq.token_ids[self.num_tokens :])

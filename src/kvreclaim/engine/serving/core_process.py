@@ -1,5 +1,5 @@
-"""The engine's process: one thread that steps, and between two steps does what it is told. started.PROGRAM
-runs it, with the numbers of its socket and of its bell, if there is one."""
+"""The engine's process: one thread that runs steps, and handles messages between them. started.PROGRAM runs
+it with the file descriptors of its socket and, if there is one, its bell."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from kvreclaim.errors import EngineDeadError, KVReclaimError
 logger = logging.getLogger(__name__)
 
 MANY, GATHER_S = 8, 0.008
-"""News of so many streams is told this often at most while steps go on: to write it for clients costs as much
-for one token of each as for two, on a core that the engine may share."""
+"""Updates of at least MANY streams are sent at most once per GATHER_S while steps go on. Writing them for
+clients costs as much for one token per stream as for two, on a core that the engine may share."""
 
 
 class EngineCoreProc:
-    """Steps for as long as there is work, and waits for messages where there is none."""
+    """Runs steps as long as there is work, and waits for messages otherwise."""
 
     def __init__(self, channel: Channel, host: EngineCore) -> None:
         self._channel = channel
@@ -53,14 +53,14 @@ class EngineCoreProc:
         self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
             end.setblocking(False)
-        self._told_death = False
-        self._told_s = 0.0
-        self._early: dict[str, bool] = {}  # requests whose compressors are being made: aborted meanwhile?
+        self._sent_death = False
+        self._last_sent_s = 0.0
+        self._early: dict[str, bool] = {}  # request with a compressor in the making -> has been aborted
         self._poller = select.poll()
         self._poller.register(self._woken, select.POLLIN)
 
     def run(self) -> None:
-        """Until it is told to stop, or nobody is left to tell."""
+        """Run until a Stop message arrives or the channel closes."""
         try:
             while self._turn():
                 pass
@@ -70,7 +70,7 @@ class EngineCoreProc:
             self._host.close()
 
     def _turn(self) -> bool:
-        """Messages, then a step. Returns: whether to go on."""
+        """Handle messages, then run a step. Returns: whether to go on."""
         messages = self._channel.receive() if self._wait() & ~select.POLLOUT else []
         for message in messages:
             self._guard(partial(self._handle, message))
@@ -83,7 +83,7 @@ class EngineCoreProc:
         return Stop() not in messages or self._finish()
 
     def _guard(self, work: Callable[[], None]) -> None:
-        """Do it; what is no refusal and no failed step, as a library's panic, is the engine's end."""
+        """Do the work. An error that is neither a refusal nor a failed step, such as a panic, is fatal."""
         try:
             work()
         except ChannelClosedError:
@@ -92,7 +92,7 @@ class EngineCoreProc:
             self._host.die(error)
 
     def _wait(self) -> int:
-        """Until there is something to do. Returns: the events of the channel."""
+        """Wait for work or messages. Returns: the events of the channel."""
         events = select.POLLIN | (select.POLLOUT if self._channel.pending else 0)
         self._poller.register(self._channel, events)
         found = dict(self._poller.poll(0 if self._host.has_work else None))
@@ -101,18 +101,18 @@ class EngineCoreProc:
         return found.get(self._channel.fileno(), 0)
 
     def _pass_on(self) -> None:
-        """Tell what is new. While the other side has not taken the last of it, it gathers here."""
-        died = self._host.death is not None and not self._told_death
+        """Send updates. They gather here until the other side has read the previous ones."""
+        died = self._host.death is not None and not self._sent_death
         now = time.monotonic()
-        if self._host.num_news >= MANY and self._host.has_work and now < self._told_s + GATHER_S:
+        if self._host.num_news >= MANY and self._host.has_work and now < self._last_sent_s + GATHER_S:
             return
         if not self._channel.pending and (self._host.num_news or died):
-            self._told_s = now
-            self._told_death = self._host.death is not None
+            self._last_sent_s = now
+            self._sent_death = self._host.death is not None
             self._channel.send(EngineUpdate(self._host.num_waiting, self._host.take(), self._host.death))
 
     def _finish(self) -> bool:
-        """The last words, however slow the other side takes them."""
+        """Send the last updates, however slowly the other side reads them."""
         self._guard(self._host.abort_all)
         while self._channel.pending or self._host.num_news:
             self._channel.flush()
@@ -133,8 +133,8 @@ class EngineCoreProc:
                 self._answer(ticket, lambda: function(self._host), allow_dead=allow_dead)
 
     def _add(self, message: Add) -> None:
-        """Requests whose compressors are known and that need no grammar at once; for others a thread makes
-        what they need, so that no step waits."""
+        """Queue requests at once if their compressors are known and they need no grammars. For others a
+        thread makes these, so that no step waits."""
         llm = self._host.llm
         try:
             message = replace(message, news=[llm.promised(new) for new in message.news])
@@ -161,7 +161,7 @@ class EngineCoreProc:
                 self._made.put(lambda: self._queue(message, refusal))
             else:
                 self._made.put(lambda: self._queue(message, made))
-            with contextlib.suppress(BlockingIOError):  # it has been woken often enough
+            with contextlib.suppress(BlockingIOError):  # full: the loop wakes anyway
                 self._waker.send(b"w")
 
         threading.Thread(target=make, name="kvreclaim-compressors", daemon=True).start()
@@ -178,7 +178,7 @@ class EngineCoreProc:
                 self._host.abort(new.request_id)
 
     def _answer(self, ticket: int, work: Callable[[], Any], *, allow_dead: bool = False) -> None:
-        """Do it, and say what came of it, also if that is the engine's end."""
+        """Do the work and send its result or error, also if the error is fatal."""
         value, error = None, None
         try:
             if self._host.death is not None and not allow_dead:
@@ -198,7 +198,7 @@ class EngineCoreProc:
 
 
 def _plain(error: Exception) -> Exception:
-    """The error as it can be sent."""
+    """Return the error, or a picklable one instead."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -207,16 +207,16 @@ def _plain(error: Exception) -> Exception:
 
 
 def main() -> None:
-    """The process: the first message is the engine's EngineSpec; Ready is the first answer. Garbage is not
-    looked for until then: what imports and loading make stays."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to both of us; the server lets requests end first
+    """Run the process. The first message is the engine's EngineSpec; Ready is the first answer. Garbage
+    collection starts after that, because imports and loading create no garbage."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to both processes; the server drains requests first
         signal.signal(number, signal.SIG_IGN)
     fd, *bells = map(int, sys.argv[1:])
     channel = Channel(socket.socket(fileno=fd), *bells)
     try:
         spec = _first(channel)
         if spec.calibrate is not None:
-            gc.enable()  # it makes garbage
+            gc.enable()  # calibration creates garbage
         if spec.prepare is not None:
             spec.prepare()
         try:
@@ -250,6 +250,6 @@ def _send_whole(channel: Channel, message: Ready) -> None:
 
 
 def end() -> NoReturn:
-    """At once: an interpreter that shuts down waits for the threads of libraries."""
+    """Exit at once. A normal interpreter shutdown would wait for the threads of libraries."""
     logging.shutdown()
     os._exit(0)

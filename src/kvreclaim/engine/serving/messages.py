@@ -18,10 +18,10 @@ from kvreclaim.engine.serving.stream import OutputDelta, Update
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """An engine that is to run in a process of its own; all of it can be pickled.
+    """Arguments of an engine for a process of its own. All fields can be pickled.
 
-    model, dtype, device, compression, calibrate, options: as LLM takes them
-    prepare:   called there before anything else, to set up its log
+    model, dtype, device, compression, calibrate, options: of LLM
+    prepare:   called in the process before anything else, to set up its log
     """
 
     model: str
@@ -36,7 +36,7 @@ class EngineSpec:
         _require_importable(self.compression)
 
     def load(self) -> LLM:
-        """Here. Raises what LLM raises."""
+        """Load the engine in this process. Raises what LLM raises."""
         place: dict[str, Any] = {
             "dtype": self.dtype,
             "device": self.device,
@@ -60,7 +60,7 @@ def _require_importable(config: CompressionConfig | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Queue requests, all or none; a CallReply follows."""
+    """Queue requests, all or none. A CallReply follows."""
 
     ticket: int
     news: Sequence[RequestSpec]
@@ -91,7 +91,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The engine serves; error: it never will."""
+    """The engine has started. error: why it could not start"""
 
     served: ServedModel | None
     error: Exception | None = None
@@ -99,7 +99,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class CallReply:
-    """To the message of this ticket. num_waiting: in the engine's queue."""
+    """Reply to the message with this ticket. num_waiting: requests in the engine's queue."""
 
     ticket: int
     num_waiting: int
@@ -109,15 +109,15 @@ class CallReply:
 
 @dataclass(frozen=True, slots=True)
 class EngineUpdate:
-    """Updates of the requests. death: why the engine cannot go on."""
+    """Updates of the requests. death: reason why the engine has failed."""
 
     num_waiting: int
     news: EngineOutputs
     death: str | None
 
     def __reduce__(self) -> tuple[Callable[..., EngineUpdate], tuple[Any, ...]]:
-        """At most steps a request's news are one token and its text: rows cross at a third of objects'
-        cost. The order among requests is not kept."""
+        """Pickle updates of one token and its text, as most steps give, as plain rows, at a third of the
+        cost of objects. The order among requests is not kept."""
         rows: list[Row] = []
         others: EngineOutputs = []
         for request_id, update in self.news:
@@ -126,15 +126,15 @@ class EngineUpdate:
                 others.append((request_id, update))
             else:
                 rows.append(row)
-        return _told, (self.num_waiting, rows, others, self.death)
+        return _restore, (self.num_waiting, rows, others, self.death)
 
 
 Row = tuple[str, int, str, list[int]]
-"""A request's id; index, text and tokens of its one delta, where that is all that is new."""
+"""A request's id; index, text and tokens of its one delta, for an update with nothing else."""
 
 
 def row_of(request_id: str, update: Update) -> Row | None:
-    """None if there is more to it."""
+    """Return the update as a row; None if it has further fields."""
     if update.finished or update.metrics or update.error or update.prompt_logprobs or len(update.deltas) != 1:
         return None
     (delta,) = update.deltas.values()
@@ -143,6 +143,6 @@ def row_of(request_id: str, update: Update) -> Row | None:
     return request_id, delta.index, delta.text, delta.token_ids
 
 
-def _told(num_waiting: int, rows: list[Row], others: EngineOutputs, death: str | None) -> EngineUpdate:
+def _restore(num_waiting: int, rows: list[Row], others: EngineOutputs, death: str | None) -> EngineUpdate:
     news = [(name, Update({index: OutputDelta(index, text, ids)})) for name, index, text, ids in rows]
     return EngineUpdate(num_waiting, news + others, death)

@@ -1,4 +1,4 @@
-"""The engine in a process of its own, for callers in an event loop: no parser shares its interpreter."""
+"""The engine in a process of its own, for callers in an event loop. No parser shares its interpreter."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STOP_S = 10.0
-"""A process that has not ended by then, told to stop, is killed: a step may take as long as it likes."""
+"""Seconds after a Stop message until a process that has not ended is killed; a step may take any time."""
 
 
 class ProcessEngine(EngineClient):
-    """An AsyncEngine over a pair of sockets. If either process goes, the other one notices at once.
+    """An AsyncEngine over a pair of sockets. If either process ends, the other one notices at once.
 
-    The event loop waits for the bell, where there is one, and reads until the socket is empty; the end of the
-    process is the end of a pipe that it alone holds.
+    The event loop waits for the bell, if there is one, and reads until the socket is empty. The process holds
+    the only write end of a pipe, so the end of the process closes the pipe.
     """
 
     def __init__(self, started: StartedProcess, served: ServedModel, tokenizer: Tokenizer | None) -> None:
@@ -50,23 +50,23 @@ class ProcessEngine(EngineClient):
         self._served = served
         self._process, self._channel, self._wakers = started.process, started.channel, started.wakers
         self._tickets = itertools.count()
-        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._pending: dict[int, asyncio.Future[Any]] = {}
         self._queued = 0
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @classmethod
     def launch(cls, spec: EngineSpec, started: StartedProcess | None = None) -> ProcessEngine:
-        """Have a process, or a new one, load a model; this side loads the tokenizer meanwhile.
+        """Load a model in a started or new process. This side loads the tokenizer meanwhile.
 
-        Raises: what LLM raises there; EngineDeadError if the process ends before.
+        Raises: what LLM raises; EngineDeadError if the process ends before it serves.
         """
         started = started or StartedProcess()
         with started:
             try:
                 started.channel.send(spec)
-                with ThreadPoolExecutor(1) as beside:
-                    loading = beside.submit(load_tokenizer, spec.model)
+                with ThreadPoolExecutor(1) as executor:
+                    loading = executor.submit(load_tokenizer, spec.model)
                     ready = _await_ready(started.channel)
                 if ready.error is not None:
                     raise ready.error
@@ -89,7 +89,7 @@ class ProcessEngine(EngineClient):
         else:
             self._loop.add_reader(self._wakers.bell, self._on_bell, self._wakers.bell)
             self._loop.add_reader(self._wakers.life, self._on_end)
-            ring(self._wakers.bell)  # for what came before
+            ring(self._wakers.bell)  # for messages that arrived before
 
     async def stop(self) -> None:
         self.death = self.death or "it was shut down"
@@ -110,7 +110,7 @@ class ProcessEngine(EngineClient):
     async def call(self, function: Callable[[EngineCore], T], *, allow_dead: bool = False) -> T:
         if not allow_dead:
             self._check_alive()
-        result: T = await self._ask(lambda ticket: Call(ticket, function, allow_dead))
+        result: T = await self._request(lambda ticket: Call(ticket, function, allow_dead))
         return result
 
     @property
@@ -118,30 +118,30 @@ class ProcessEngine(EngineClient):
         return self._queued
 
     async def _add(self, news: Sequence[RequestSpec]) -> None:
-        await self._ask(lambda ticket: Add(ticket, news))
+        await self._request(lambda ticket: Add(ticket, news))
 
-    async def _ask(self, message: Callable[[int], Add | Call]) -> Any:
-        """Send it and wait for its answer."""
+    async def _request(self, message: Callable[[int], Add | Call]) -> Any:
+        """Send a message and wait for its reply."""
         if self.lost.is_set():
             raise EngineDeadError(f"the engine has stopped ({self.death}); restart the server.")
         assert self._loop is not None, "start() comes first"
         ticket = next(self._tickets)
-        self._asked[ticket] = answer = self._loop.create_future()
+        self._pending[ticket] = answer = self._loop.create_future()
         try:
             self._send(message(ticket))
             return await answer
         finally:
-            self._asked.pop(ticket, None)
+            self._pending.pop(ticket, None)
 
     def _send(self, message: Add | Call | Abort | Stop) -> None:
-        """Send as much as goes now, and the rest when it goes."""
+        """Send as much as the socket accepts now, and the rest when it is writable."""
         assert self._loop is not None, "start() comes first"
         if self.lost.is_set():
             return
         try:
             self._channel.send(message)
         except ChannelClosedError:
-            return  # the reader sees it, too, after what was said before
+            return  # _on_readable sees it, too, after the messages before it
         if self._channel.pending:
             self._loop.add_writer(self._channel.fileno(), self._on_writable)
 
@@ -158,11 +158,11 @@ class ProcessEngine(EngineClient):
     def _on_bell(self, bell: int) -> None:
         os.read(bell, 8)
         if self._channel.readable:
-            ring(bell)  # there may be more: others have their turn first
+            ring(bell)  # there may be more; other callbacks run first
             self._on_readable()
 
     def _on_end(self) -> None:
-        """It has gone; what it said last is still to be read, then the socket's end."""
+        """The process has ended. Read its last messages, then the end of the socket."""
         assert self._loop is not None, "start() comes first"
         self._loop.remove_reader(self._wakers.life)
         self._loop.add_reader(self._channel.fileno(), self._on_readable)
@@ -182,16 +182,16 @@ class ProcessEngine(EngineClient):
                 self._take(message)
 
     def _take(self, answer: CallReply) -> None:
-        asked = self._asked.get(answer.ticket)
-        if asked is None or asked.done():
+        pending = self._pending.get(answer.ticket)
+        if pending is None or pending.done():
             return
         if answer.error is not None:
-            asked.set_exception(answer.error)
+            pending.set_exception(answer.error)
         else:
-            asked.set_result(answer.value)
+            pending.set_result(answer.value)
 
     def _lose(self) -> None:
-        """The process has gone, or is going."""
+        """Release the process, which has ended or is about to, and end all requests."""
         if self.lost.is_set():
             return
         assert self._loop is not None, "start() comes first"
@@ -212,9 +212,9 @@ class ProcessEngine(EngineClient):
         self._queued = 0
         self._end_all(reason)
         error = EngineDeadError(f"the engine has stopped ({self.death}); restart the server.")
-        for asked in self._asked.values():
-            if not asked.done():
-                asked.set_exception(error)
+        for pending in self._pending.values():
+            if not pending.done():
+                pending.set_exception(error)
 
 
 def _await_ready(channel: Channel) -> Ready:

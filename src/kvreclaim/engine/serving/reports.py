@@ -1,4 +1,4 @@
-"""Log-probabilities between processes: numbers, of which objects are made when somebody looks."""
+"""Log-probabilities between processes: arrays of numbers that become objects when they are read."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ NONE = -1
 
 
 class Reports(Generic[R]):
-    """The reports of tokens in a row, one after the other in four arrays.
+    """Reports of consecutive tokens in four arrays.
 
-    Each iteration makes new objects, about 1 us for each log-probability: do it where nobody waits.
+    Each iteration makes new objects, at about 1 us per log-probability. Do not iterate in the engine's loop.
     """
 
     __slots__ = ("_ids", "_logprobs", "_ranks", "_sizes")
@@ -32,7 +32,7 @@ class Reports(Generic[R]):
         self._ranks = array("q", [each.rank for each in found])
 
     def extend(self, later: Reports[R]) -> None:
-        """Take in those of the tokens that came after."""
+        """Append the reports of the tokens that follow."""
         for name in self.__slots__:
             getattr(self, name).extend(getattr(later, name))
 

@@ -14,14 +14,14 @@ from kvreclaim.errors import KVReclaimError
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """The policy that auto stands for; error: why there is none."""
+    """The policy that "auto" resolves to. error: why there is none"""
 
     policy: str | None
     error: KVReclaimError | None
 
     @classmethod
     def of(cls, llm: LLM) -> Auto:
-        """By the engine's own statistics; reads a file."""
+        """Resolve the policy by the engine's own statistics. Reads a file."""
         own = CompressionConfig() if llm.compression is None else llm.compression
         try:
             return cls(llm.resolved(dataclasses.replace(own, policy=AUTO, options={})).policy, None)
@@ -41,9 +41,9 @@ class ServedModel:
     """An engine's model and limits.
 
     name:        of the model, for messages
-    max_model_len: up to which every request is served that brings no compression of its own; longest: that
-                 any request may have
-    compression: of requests that bring none of their own
+    max_model_len: tokens that a request without its own compression may have; longest: those that any
+                 request may have
+    compression: default of requests without their own
     config:      EngineConfig's fields as they were chosen; kv_format: of the cache; kv_bytes: of its pool
     has_end:     whether the model has an end-of-sequence token
     """
@@ -63,7 +63,7 @@ class ServedModel:
 
     @classmethod
     def of(cls, llm: LLM) -> ServedModel:
-        """May read the file of statistics."""
+        """Collect the facts. May read the file of statistics."""
         engine = llm.engine
         return cls(
             name=llm.loaded.facts.name,

@@ -7,7 +7,7 @@ from kvreclaim.page.sharing import Sharing, share_tree
 
 
 def who_shares(engine: Engine) -> Sharing:
-    """Which running sequences share blocks. Call it between two steps, in the engine's thread."""
+    """Return the running sequences that share blocks. Call between two steps, in the engine's thread."""
     running = engine.scheduler.running
     owners: dict[str, int] = {}
     rows = [seq.block_row(engine.memory.table(seq.seq_id)) for seq in running]

@@ -1,5 +1,5 @@
-"""The engine's process before it knows what to run. It imports torch while this process does something else:
-nothing here needs it."""
+"""The engine's process before it has an EngineSpec. It imports torch while this process continues; nothing in
+this module needs torch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ PROGRAM = (
 
 
 class Wakers:
-    """Other things that wake the event loop: the bell, and the end of a pipe (life) that the process
-    holds."""
+    """Further wake-ups of the event loop: the bell, and the end of a pipe (life) that the process holds."""
 
     def __init__(self) -> None:
         self.bell = new_bell()
@@ -32,8 +31,8 @@ class Wakers:
 
 
 class StartedProcess:
-    """It waits for an EngineSpec on its channel. As a context manager it ends the process on an error: whose
-    socket closes, ends by itself."""
+    """A process that waits for an EngineSpec on its channel. As a context manager it ends the process on an
+    error. The process also ends by itself when its socket closes."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -61,7 +60,7 @@ class StartedProcess:
             self.end()
 
     def end(self) -> None:
-        """Close what is open here, and wait for it."""
+        """Close this side's sockets and pipes, and wait for the process to end."""
         self.channel.close()
         self.wakers.close()
         self.process.terminate()  # while it imports; later it does not listen, and its socket has closed

@@ -1,4 +1,4 @@
-"""Outputs of a request for an asyncio caller, as they grow. Plain values: they cross processes."""
+"""Outputs of a request for an asyncio caller, as they grow. All values can be pickled."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvreclaim.engine.serving.reports import Reports
 from kvreclaim.errors import InvalidArgumentError
 
 PromptReports = Reports[dict[int, Logprob] | None]
-"""One per prompt token; the first, which nothing predicts, is None."""
+"""One report per prompt token. The first is None, because no logits predict it."""
 
 
 @dataclass(slots=True)
 class OutputDelta:
     """The new part of one output since the last update.
 
-    text may be empty although tokens came: the beginning of a stop string or of a character is held back
+    text may be empty although there are tokens: the beginning of a stop string or character is held back
     logprobs: of the tokens, None where there are none
     scores:   of what a beam search has found: cumulative_logprob and sequences_scores
     """
@@ -34,7 +34,7 @@ class OutputDelta:
     scores: tuple[float, float] | None = None
 
     def extend(self, later: OutputDelta) -> None:
-        """Take in what came after."""
+        """Append a later delta."""
         self.text += later.text
         self.token_ids += later.token_ids
         if self.logprobs is not None and later.logprobs is not None:
@@ -47,12 +47,12 @@ class OutputDelta:
 
 @dataclass(slots=True)
 class Update:
-    """The new part of a request since its reader last looked.
+    """The new part of a request since the last update.
 
     metrics:         of the request so far, in its first update and its last
     finished:        nothing follows; error: why the request failed, None otherwise
-    refusal:         the same where the request's own options are the reason
-    prompt_logprobs: of every token of the prompt, in the first update, if they were asked for
+    refusal:         the error if it was caused by the request's own options
+    prompt_logprobs: of every token of the prompt, in the first update, if requested
     """
 
     deltas: dict[int, OutputDelta]
@@ -63,7 +63,7 @@ class Update:
     prompt_logprobs: PromptReports | None = None
 
     def extend(self, later: Update) -> None:
-        """Take in what came after."""
+        """Append a later update."""
         for index, delta in later.deltas.items():
             if index in self.deltas:
                 self.deltas[index].extend(delta)
@@ -77,12 +77,12 @@ class Update:
 class RequestStream:
     """A request's updates, for one reader in the event loop.
 
-    A reader that is slow finds several steps in one update; it holds up nobody and needs no more memory
-    than its outputs.
+    A slow reader gets several steps in one update. It delays no other request, and needs no more memory than
+    its outputs.
 
-    new:             what was asked for
-    ended:           its last update has come
-    prompt_logprobs: once the first update has come, if they were asked for
+    new:             the request
+    ended:           whether the last update has arrived
+    prompt_logprobs: set from the first update on, if requested
     finish_reasons:  of the outputs that have ended, by index
     """
 
@@ -93,7 +93,7 @@ class RequestStream:
         self.finish_reasons: dict[int, FinishReason] = {}
         self._metrics = RequestMetrics(num_prompt_tokens=len(new.prompt_token_ids))
         self._num_generated = 0
-        self._said: dict[int, list[str]] = {}
+        self._texts: dict[int, list[str]] = {}
         self._pending: Update | None = None
         self._arrived = asyncio.Event()
         self._finished = asyncio.Event()
@@ -104,8 +104,8 @@ class RequestStream:
 
     @property
     def metrics(self) -> RequestMetrics:
-        """The metrics so far: final once the stream has ended; before, those of the first update with
-        what has been generated since."""
+        """The metrics so far: final once the stream has ended; before that, those of the first update with
+        the current number of generated tokens."""
         if self.ended:
             return self._metrics
         return replace(self._metrics, num_generated_tokens=self._num_generated)
@@ -113,16 +113,16 @@ class RequestStream:
     @property
     def texts(self) -> list[str]:
         """The text of every output so far."""
-        return ["".join(self._said.get(index, ())) for index in range(self.new.params.n)]
+        return ["".join(self._texts.get(index, ())) for index in range(self.new.params.n)]
 
     def put(self, update: Update) -> None:
-        """Called in the event loop."""
+        """Add an update. Called in the event loop."""
         self.ended = update.finished
         self._metrics = update.metrics or self._metrics
         self.prompt_logprobs = update.prompt_logprobs or self.prompt_logprobs
         for delta in update.deltas.values():
             self._num_generated += len(delta.token_ids)
-            self._said.setdefault(delta.index, []).append(delta.text)
+            self._texts.setdefault(delta.index, []).append(delta.text)
             if delta.finish_reason is not None:
                 self.finish_reasons[delta.index] = delta.finish_reason
         if self._pending is None:
@@ -142,12 +142,12 @@ class RequestStream:
         return update
 
     async def rest(self) -> Update:
-        """Everything that is still to come, once the request has ended."""
+        """Wait until the request has ended, and return all of its remaining updates as one."""
         await self._finished.wait()
         return await self.next()
 
     async def __aiter__(self) -> AsyncIterator[Update]:
-        """Every update; the last one is finished."""
+        """Yield every update; the last one is finished."""
         while True:
             update = await self.next()
             yield update

@@ -23,12 +23,12 @@ from kvreclaim.engine.serving.served import ServedModel
 T = TypeVar("T")
 
 MANY, SOON_S = 8, 0.004
-"""Updates of at least so many streams wait this long. By then the engine's thread runs native code, and the
-two threads do not compete for the interpreter (measured in docs/log.md)."""
+"""Updates of at least MANY streams are delayed by SOON_S. By then the engine's thread runs native code, and
+the two threads do not compete for the interpreter (measured in docs/log.md)."""
 
 
 class AsyncEngine(EngineClient):
-    """Serves many callers of one event loop from one LLM, which they may not use directly meanwhile.
+    """Serves many callers of one event loop from one LLM, which must not be used directly meanwhile.
 
     All calls to the engine run in its thread, between two steps.
     """
@@ -43,7 +43,7 @@ class AsyncEngine(EngineClient):
         self._thread = threading.Thread(target=self._serve, name="kvreclaim-engine", daemon=True)
 
     @cached_property
-    def served(self) -> ServedModel:  # it may read a file: once, when somebody asks
+    def served(self) -> ServedModel:  # cached, because it may read a file
         return ServedModel.of(self.llm)
 
     def start(self) -> None:
@@ -62,7 +62,7 @@ class AsyncEngine(EngineClient):
         answer: Future[T] = Future()
 
         def run() -> None:
-            if answer.set_running_or_notify_cancel():  # the caller may have gone
+            if answer.set_running_or_notify_cancel():  # the caller may have cancelled
                 try:
                     if not allow_dead:
                         self._check_alive()
@@ -90,20 +90,20 @@ class AsyncEngine(EngineClient):
         await self.call(lambda host: host.add_all(news, compressors))
 
     async def _promised(self, new: RequestSpec) -> RequestSpec:
-        """The request at its budget. For max_loss a file of statistics may have to be read."""
+        """Return the request at its budget. For max_loss a file of statistics may have to be read."""
         if new.compression is None or new.compression.max_loss is None:
             return self.llm.promised(new)
         return await asyncio.to_thread(self.llm.promised, new)
 
     async def _compressor(self, config: CompressionConfig | None) -> Compressor | None:
-        """The compressor of a request's config. Made where neither a step nor the event loop has to wait."""
+        """Return a config's compressor. It is made where neither a step nor the event loop has to wait."""
         if config is None:
             return None
         return self.llm.compressors.kept(config) or await asyncio.to_thread(self.llm.compressor, config)
 
     def _serve(self) -> None:
-        """The thread: commands, then a step, for as long as there is either. After the engine's death it
-        answers commands with an error."""
+        """Run the thread: handle commands, then run a step, as long as there is either. After the engine's
+        death commands get an error."""
         while True:
             try:
                 while self._inbox.qsize() or not self.host.has_work:
@@ -122,14 +122,14 @@ class AsyncEngine(EngineClient):
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Hand what is new to the event loop, all requests at once."""
+        """Pass updates to the event loop, all requests at once."""
         if news := self.host.take():
             self._outbox.append(news)
             waits = len(news) >= MANY and self.host.has_work
             self._post(self._deliver_soon if waits else self._deliver_outbox)
 
     def _post(self, callback: Callable[..., None], *args: Any) -> None:
-        """Have it called in the event loop, if that still runs: a process that exits at once leaves us."""
+        """Schedule a callback in the event loop, unless that is closed: a process may exit at once."""
         assert self._loop is not None, "start() comes first"
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback, *args)

@@ -1,4 +1,4 @@
-"""Signals that take a forward pass of their own."""
+"""Signals that need an additional forward pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvreclaim.ops.states import StateStep
 class ExtraPasses:
     """Results of extra passes for each layer, kept until the sequence is dropped.
 
-    states: where layers are recurrent: sequence id -> a pass behind its state that keeps nothing
+    states: for recurrent layers: sequence id -> a pass from its state that stores no state
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class ExtraPasses:
         self.kept: dict[int, dict[Signal, list[Tensor]]] = {}
 
     def future_queries(self, seq: Sequence) -> list[Tensor]:
-        """[H, T - 1, D] of the whole text under full attention, in the model's dtype; the last token is never
-        computed, so it asks nothing."""
+        """[H, T - 1, D] of the whole text under full attention, in the model's dtype. The last token is never
+        computed, so it has no query."""
         kept = self.kept.setdefault(seq.seq_id, {})
         if Signal.FUTURE_QUERIES not in kept:
             found: list[Tensor] = []
@@ -63,5 +63,5 @@ class ExtraPasses:
         return found
 
     def drop(self, seq_id: int) -> None:
-        gone = self.kept.pop(seq_id, {}).values()
-        self._room.change(sum(tensor.nbytes for found in gone for tensor in found), 0)
+        dropped = self.kept.pop(seq_id, {}).values()
+        self._room.change(sum(tensor.nbytes for found in dropped for tensor in found), 0)

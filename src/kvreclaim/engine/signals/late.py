@@ -1,4 +1,4 @@
-"""Signals of rows that may turn out to be wrong guesses: recorded once it is known which of them stand."""
+"""Signals of rows with drafts: recorded once verification has accepted them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.kv_cache import KVCache
 
 SlotsAt = Callable[[int], SequenceSlots]
-"""Rows that stand -> the sequence as the last one of them sees it, as its only query."""
+"""Number of accepted rows -> the sequence with the last one of them as its only query."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LateRows:
     """Rows of one sequence in a step. first: position of the first one; rows: [n] int64, of the flat step;
-    queries, mass: where they are to be recorded, None for nowhere; slots: told when they are."""
+    queries, mass: stores that record them, None for neither; slots: called when they are recorded."""
 
     seq_id: int
     first: int
@@ -33,8 +33,8 @@ class LateRows:
 
 @dataclass(slots=True, eq=False)
 class LateSignals:
-    """Keeps the queries of such rows, layer by layer, until `record`. What is recorded then is what decoding
-    the rows one after the other would have recorded, to the last bit."""
+    """Keeps the queries of such rows, layer by layer, until `record`. The recorded signals are bitwise equal
+    to those of decoding the rows one after the other."""
 
     items: list[LateRows]
     cache: KVCache
@@ -42,7 +42,7 @@ class LateSignals:
     _seen: dict[int, Tensor] = field(default_factory=dict)
 
     def see(self, layers: slice, queries: Tensor) -> None:
-        """Take in the queries [layers, T, H, D] of consecutive layers."""
+        """Keep the queries [layers, T, H, D] of consecutive layers."""
         rows = queries[:, torch.cat([item.rows for item in self.items])]
         self._seen.update(zip(range(len(self.cache.layers))[layers], rows, strict=True))
 

@@ -13,12 +13,12 @@ from kvreclaim.engine.request.verify import Verify
 from kvreclaim.ops.facts import ModelFacts
 
 WATCHED = frozenset({Signal.RECENT_QUERIES, Signal.ATTENTION_MASS, Signal.TOKEN_SCORES})
-"""Signals that every step has to add to."""
+"""Signals that every step updates."""
 
 
 def signal_bytes(compressor: Compressor, facts: ModelFacts, num_slots: int, block_size: int) -> int:
-    """Bytes that are kept for one sequence of num_slots slots beside its keys and values; scores of tokens
-    belong to blocks, not to sequences (slot_scores.score_bytes).
+    """Return the bytes of signals of one sequence of num_slots slots. Scores of tokens belong to blocks, not
+    to sequences (slot_scores.score_bytes).
 
     Recent queries: window x L x H x D in the model's dtype. Attention mass: L x K x slots in fp32. Digests:
     2 x L x K x D for each full block, in the dtype in which keys are gathered, counted as fp32. A store has
@@ -37,8 +37,8 @@ def signal_bytes(compressor: Compressor, facts: ModelFacts, num_slots: int, bloc
 
 
 def is_watched(seq: Sequence) -> bool:
-    """Whether every step has to add to the sequence's signals: not if no pass is to come, but for scores of
-    tokens, which whoever hits its blocks relies on."""
+    """Return whether every step updates the sequence's signals. Without a further pass it need not. Scores of
+    tokens are an exception, because prefix hits on its blocks rely on them."""
     compressor = seq.request.compressor
     if compressor is None:
         return False
@@ -54,7 +54,7 @@ def is_watched(seq: Sequence) -> bool:
 
 
 def follow_from_queries(compressor: Compressor | None) -> bool:
-    """Whether the signals that a step adds for a request follow from its queries and the cache."""
+    """Return whether the signals that a step adds for a request follow from its queries and the cache."""
     return compressor is None or (compressor.recall is None and Signal.TOKEN_SCORES not in compressor.needs)
 
 
@@ -65,7 +65,7 @@ def keeps_queries(compressor: Compressor) -> bool:
 
 
 def feeds_companion(verify: Verify | None) -> bool:
-    """Whether the policy of a companion keeps signals of every step of its target."""
+    """Return whether the policy of a companion keeps signals of every step of its target."""
     return verify is not None and bool(verify.compressor.needs & WATCHED)
 
 
@@ -85,16 +85,16 @@ def windows_of(seq: Sequence) -> set[int]:
 
 
 def chunk_salt(salt: str | None) -> str:
-    """Names those who may reuse a chunk that was computed alone."""
+    """Return the salt of requests that may reuse a chunk that was computed alone."""
     return f"\x00chunk\x00{'' if salt is None else f'={salt}'}"
 
 
 def prefix_salt(
     salt: str | None, compressor: Compressor | None, sparse_prefill: SparsePrefill | None = None
 ) -> str | None:
-    """Names those who may share prefix blocks with a request: all with its salt whose prompts are computed as
-    its own is and, if it relies on scores of tokens, with the same weights; blocks that others have computed
-    hold no such scores. No caller's salt names what is not computed exactly: these begin with NUL."""
+    """Return the salt of requests that may share prefix blocks: those with the same caller's salt, the same
+    prefill and, for scores of tokens, the same weights, because blocks of other requests have no such scores.
+    Salts of blocks that are not exact begin with NUL, which no caller's salt does."""
     if sparse_prefill is not None:
         salt = f"\x00{sparse_prefill.namespace}\x00{'' if salt is None else f'={salt}'}"
     if Signal.TOKEN_SCORES not in needs_of(compressor):

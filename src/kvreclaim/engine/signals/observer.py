@@ -1,4 +1,4 @@
-"""What sees the attention calls of a step, and where it writes."""
+"""Observers of a step's attention calls, and their writes."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class StepMass:
 def score_write(
     store: SlotScores | None, compressor: Compressor, members: list[int], batch: AttentionBatch
 ) -> Write:
-    """A hook that scores the tokens of a step's sequences and stores the scores beside their slots."""
+    """Return a hook that scores the tokens of a step's sequences and stores the scores by slot."""
     rows = batch.rows_of(members) if len(members) < len(batch.sequences) else slice(None)
     stats, slots = compressor.stats, batch.slot_mapping[rows]
     assert store is not None, "Signals.check has made it"
@@ -107,5 +107,5 @@ def score_write(
 
 
 def as_last(slots: SequenceSlots, num_rows: int) -> SequenceSlots:
-    """A sequence of which so many rows of a step have been computed, the last of them now."""
+    """Return the sequence after num_rows rows of a step, with the last of them as its only query."""
     return replace(slots, query_len=1, seq_len=slots.seq_len - slots.query_len + num_rows)

@@ -1,4 +1,4 @@
-"""Signals, kept for the sequences whose policies need them."""
+"""Signals of sequences with policies that need them."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class ParkedSignals:
 
 
 class Signals:
-    """The signals of all sequences. A sequence that is preempted or ends is dropped; computed again, it
-    gathers the same ones again.
+    """The signals of all sequences. They are dropped when a sequence ends or is preempted; recomputing it
+    gathers equal ones.
 
-    scores:    of the tokens in all slots, from the first policy on that asks for them; None before
-    max_bytes: of all stores together (None: as many as they need); a sequence's share is `signal_bytes`.
-               Whoever would exceed it fails, alone
-    states:    where layers are recurrent: sequence id -> a pass behind its state that keeps nothing
+    scores:    of the tokens in all slots; None until a policy needs them
+    max_bytes: of all stores together (None: no limit). A sequence needs `signal_bytes`; one that would exceed
+               the limit fails alone
+    states:    for recurrent layers: sequence id -> a pass from its state that stores no state
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Signals:
         if begins:
             self.keep_scores()
         if Signal.OUTPUT_PROJECTION in needs:
-            _ = self._output_projections  # a model that has none is refused
+            _ = self._output_projections  # raises for a model without output projections
 
     def keep_scores(self) -> SlotScores:
         """Keep scores of the tokens in all slots from now on. Raises: MemoryError if there is no room for
@@ -114,21 +114,21 @@ class Signals:
 
     @torch.inference_mode()
     def observe(self, step: list[Scheduled], batch: AttentionBatch) -> Observer:
-        """Where the queries and attention of a step that is watched go. Takes rows for new sequences."""
+        """Return the observer of a step's queries and attention. Takes rows for new sequences."""
         starts = np.cumsum([0, *(item.num_tokens for item in step)]).tolist()
-        asking = [i for i, item in enumerate(step) if is_watched(item.seq)]
-        writes = self._score_writes(step, asking, batch)
-        guessed = [i for i in asking if step[i].row.num_drafts]
-        late = self._late([(step[i], batch.sequences[i], starts[i]) for i in guessed])
+        watched = [i for i, item in enumerate(step) if is_watched(item.seq)]
+        writes = self._score_writes(step, watched, batch)
+        drafted = [i for i in watched if step[i].row.num_drafts]
+        late = self._late([(step[i], batch.sequences[i], starts[i]) for i in drafted])
         queries: list[QueryWrite] = [] if late is None else [late.see]
-        asking = [i for i in asking if not step[i].row.num_drafts]
+        watched = [i for i in watched if not step[i].row.num_drafts]
         by_window: dict[int, list[int]] = {}
-        for i in asking:
+        for i in watched:
             for window in windows_of(step[i].seq):
                 by_window.setdefault(window, []).append(i)
         for window, members in by_window.items():
             queries.append(self._query_write(window, [(step[i], starts[i]) for i in members]))
-        summed = [i for i in asking if Signal.ATTENTION_MASS in needs_of(step[i].seq.request.compressor)]
+        summed = [i for i in watched if Signal.ATTENTION_MASS in needs_of(step[i].seq.request.compressor)]
         if not summed:
             return Observer(tuple(writes), tuple(queries), late=late)
         sums = StepMass.begin(self._mass, [step[i].seq.seq_id for i in summed], summed, batch)
@@ -139,8 +139,8 @@ class Signals:
     def note(
         self, seq: Sequence, first: int, queries: dict[int, Tensor], slots: SequenceSlots | None
     ) -> None:
-        """Queries [n, H, D] of each layer, by tokens of a sequence from position `first` on, the last ones in
-        its slots: what its policy asks to be kept of them. None: queries alone."""
+        """Record the signals that a sequence's policy needs from queries [n, H, D] of each layer, those
+        of its tokens from position `first` on. slots: of these tokens; None to record queries alone."""
         needs = needs_of(seq.request.compressor)
         if Signal.RECENT_QUERIES in needs:
             store = self._query_store(window_of(seq))
@@ -155,8 +155,8 @@ class Signals:
                 self._mass.add(rows, layer, self.backend.column_sums(own, self.cache.layers[layer], batch))
 
     def forget(self, step: list[Scheduled]) -> None:
-        """A step has failed half-way: its tokens may be computed again as if it had not been. Queries are
-        written again where they lie, digests are made anew."""
+        """Undo the signals of a failed step, so that its tokens can be recomputed. Queries are overwritten,
+        digests are computed again."""
         for item in step:
             self.digests.drop(item.seq.seq_id)
 
@@ -167,8 +167,8 @@ class Signals:
         num_slots: int,
         source: Callable[[int], KeySource],
     ) -> LayerSignals:
-        """The signals of one layer that the sequence's policy needs, for the num_slots slots written so far;
-        no positions where each head has its own.
+        """Return the signals of one layer that the sequence's policy needs, for the num_slots slots written
+        so far; no positions where each head has its own.
 
         source: layer -> its keys and values in these slots
         """
@@ -198,7 +198,7 @@ class Signals:
         return self._queries[window].last(seq.seq_id, layer, seq.num_computed)
 
     def clear_mass(self, seq: Sequence, layer: int, slots: slice, heads: Tensor) -> None:
-        """Other tokens lie in these slots of KV heads [K] bool now: they begin with no attention."""
+        """Zero the attention of slots that hold other tokens now. heads: [K] bool, the KV heads of these."""
         if seq.seq_id in self._mass:
             self._mass.row(seq.seq_id)[layer, :, slots].masked_fill_(heads, 0.0)
 
@@ -214,26 +214,26 @@ class Signals:
 
     @torch.inference_mode()
     def compacted(self, seq: Sequence, kept: Tensor) -> None:
-        """The slots kept [L | 1, K | 1, M] have moved to slots 0 .. M - 1, and what follows is empty."""
+        """Move the signals of slots kept [L | 1, K | 1, M] to slots 0 .. M - 1, and clear those after."""
         if seq.seq_id in self._mass:
             self._mass.move(seq.seq_id, kept)
 
     @torch.inference_mode()
     def fork(self, parent_id: int, child_id: int) -> None:
-        """The child begins with a copy of what is kept for its parent."""
+        """Copy the parent's signals to the child."""
         for store in (*self._queries.values(), self._mass):
             store.copy(parent_id, child_id)
 
     @torch.inference_mode()
     def park(self, seq_id: int, num_slots: int) -> ParkedSignals:
-        """Take aside what is kept for a sequence of so many slots; digests follow from its keys."""
+        """Move the signals of a sequence of num_slots slots to the host. Digests follow from its keys."""
         parked = self.copy_of(seq_id, num_slots)
         self._leave(seq_id)
         return parked
 
     @torch.inference_mode()
     def copy_of(self, seq_id: int, num_slots: int) -> ParkedSignals:
-        """A copy as park makes it; the sequence keeps its signals."""
+        """Copy the signals like `park`; the sequence keeps them."""
         queries = {window: store.copy_of(seq_id) for window, store in self._queries.items()}
         return ParkedSignals(
             {window: kept for window, kept in queries.items() if kept is not None},
@@ -263,13 +263,13 @@ class Signals:
         return self._queries[window]
 
     def _late(self, items: list[tuple[Scheduled, SequenceSlots, int]]) -> LateSignals | None:
-        """Late signals of items with drafts, whose policies keep queries or attention; with each its first
-        row."""
+        """Return late signals of items with drafts and policies that keep queries or attention. items: (item,
+        its slots, its first row)."""
         found = []
         for item, slots, start in items:
             needs, seq_id = needs_of(item.seq.request.compressor), item.seq.seq_id
-            asks = Signal.RECENT_QUERIES in needs
-            queries = self._query_store(window_of(item.seq)) if asks else None
+            needs_queries = Signal.RECENT_QUERIES in needs
+            queries = self._query_store(window_of(item.seq)) if needs_queries else None
             mass = self._mass if Signal.ATTENTION_MASS in needs else None
             if queries is None and mass is None:
                 continue
@@ -283,11 +283,11 @@ class Signals:
         return self._query_store(window).of_step(chunks).write
 
     def _score_writes(
-        self, step: list[Scheduled], asking: list[int], batch: AttentionBatch
+        self, step: list[Scheduled], watched: list[int], batch: AttentionBatch
     ) -> list[Callable[[AttentionCall], None]]:
-        """Hooks that score the step's tokens, one per compressor whose policy needs it; asking: places."""
+        """Return hooks that score the step's tokens, one per compressor. watched: indices in step."""
         members: dict[Compressor, list[int]] = {}
-        for i in asking:
+        for i in watched:
             compressor = step[i].seq.request.compressor
             if compressor is not None and Signal.TOKEN_SCORES in compressor.policy.needs:
                 members.setdefault(compressor, []).append(i)

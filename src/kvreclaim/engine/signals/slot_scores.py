@@ -1,4 +1,4 @@
-"""Scores that are computed with their tokens and lie beside their slots."""
+"""Scores that are computed with their tokens and stored per slot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.reference import compact_layer, gather_slots
 
 DTYPE = torch.float16
-"""Scores are logarithms of probabilities: between -16 and 16 it tells two apart that differ by 1/128."""
+"""Scores are logarithms of probabilities. Between -16 and 16 fp16 resolves differences of 1/128."""
 
 
 def score_bytes(cache: KVCache) -> int:
@@ -20,7 +20,7 @@ def score_bytes(cache: KVCache) -> int:
 
 
 class ScorePlanes:
-    """One fp16 number per slot, layer and KV head, beside a cache that may be of any make.
+    """One fp16 number per slot, layer and KV head, for a cache of any format.
 
     layers: [B, K, S, 1] of each; cells: the same numbers by cells, [cells, 1, S, 1]
     """
@@ -30,7 +30,7 @@ class ScorePlanes:
         self.block_size = cells.shape[2]
 
     def write(self, layer: int, slots: Tensor, scores: Tensor) -> None:
-        """Store scores [T, K] of new tokens in their slots [T]; beyond fp16 they are its largest."""
+        """Store scores [T, K] of new tokens in their slots [T], clamped to the range of fp16."""
         most = torch.finfo(DTYPE).max
         rows = scores.clamp(-most, most).to(DTYPE)[..., None]
         self.layers[layer][slots // self.block_size, :, slots % self.block_size] = rows
@@ -45,9 +45,9 @@ class ScorePlanes:
 
 
 class SlotScores(ScorePlanes):
-    """[L, B, K, S] fp16: one number per slot, layer and KV head of a cache, found by ids of blocks and cells.
-    Who shares, copies or moves blocks does so with their scores, too; so prefix hits and forks find what was
-    computed with the tokens, and nothing has to be told of ends and preemptions."""
+    """[L, B, K, S] fp16: one number per slot, layer and KV head of a cache, indexed by blocks and cells.
+    Scores are shared, copied and moved with their blocks. Prefix hits and forks therefore find them, and the
+    end or preemption of a sequence needs no update."""
 
     def __init__(self, cache: KVCache) -> None:
         shape = (cache.num_layers, cache.num_blocks, cache.num_kv_heads, cache.block_size, 1)
@@ -60,7 +60,7 @@ class SlotScores(ScorePlanes):
 
     @property
     def planes(self) -> tuple[Tensor, ...]:
-        """[L, B, K, S, 1]: what moves with blocks."""
+        """[L, B, K, S, 1]: the tensors that move with blocks."""
         return (self._blocks,)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
@@ -69,7 +69,7 @@ class SlotScores(ScorePlanes):
         self._blocks[:, target] = self._blocks[:, source]
 
     def copy_slots(self, source: Tensor, target: Tensor) -> None:
-        """Scores of some slots [T] beside others [T], too."""
+        """Copy the scores of slots source [T] to slots target [T]."""
         size = self.block_size
         found = self._blocks[:, source // size, :, source % size]
         self._blocks[:, target // size, :, target % size] = found

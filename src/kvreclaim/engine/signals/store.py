@@ -1,4 +1,4 @@
-"""Tensors with one row per sequence that asks for what is kept there: queries, attention, digests."""
+"""Tensors with one row per sequence that needs the signal: queries, attention, digests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvreclaim.ops.moving import move
 
 
 class ByteBudget:
-    """Bytes that all stores may hold together, a store that is being copied into a larger one twice.
+    """Bytes of all stores together. A store that grows counts twice while it is copied.
 
     limit: None for no limit
     """
@@ -25,12 +25,12 @@ class ByteBudget:
         self.used = 0
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether so many bytes may be taken on top."""
+        """Return whether num_bytes more bytes fit."""
         return self.limit is None or self.used + num_bytes <= self.limit
 
     def change(self, old: int, new: int) -> None:
-        """So many bytes have taken the place of others. Raises: MemoryError if there is no room for them
-        beside the old ones."""
+        """Replace `old` bytes by `new` ones. Raises: MemoryError if the new ones do not fit next to the
+        old ones."""
         if new > old and not self.fits(new):
             raise MemoryError(
                 f"signals of policies hold {self.used} bytes and need {new} more, but max_signal_bytes is "
@@ -40,9 +40,9 @@ class ByteBudget:
 
 
 class RowStore:
-    """One tensor [rows, ...]; rows are handed out zeroed, and doubled when they run out.
+    """One tensor [rows, ...]. Rows are zeroed when taken, and doubled when they run out.
 
-    Without a row nothing is allocated; when the last one is dropped the memory goes back.
+    Without rows nothing is allocated; dropping the last one frees the memory.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RowStore:
         return seq_id in self._rows
 
     def row(self, seq_id: Hashable) -> Tensor:
-        """The row of a sequence that has one: a view, valid until a row is taken."""
+        """Return the row of a sequence that has one: a view, valid until a row is taken."""
         return self.tensor[self._rows[seq_id]]
 
     def index(self, seq_ids: Sequence[Hashable]) -> Tensor:
@@ -76,7 +76,7 @@ class RowStore:
         self.row(seq_id).zero_()
 
     def copy(self, parent_id: Hashable, child_id: Hashable) -> None:
-        """The child's row begins as its parent's, if that has one."""
+        """Copy the parent's row, if it has one, to the child."""
         if parent_id in self._rows:
             self.take(child_id)
             self.row(child_id).copy_(self.row(parent_id))
@@ -91,10 +91,10 @@ class RowStore:
             self._free = []
 
     def _grow(self, dim: int, size: int) -> None:
-        """Make this dim at least so large: doubled if there is room, so that growing stays cheap."""
+        """Grow a dim to at least `size`, and to twice its size if there is room: growth stays cheap."""
         shape = list(self.tensor.shape)
-        for wanted in (max(size, 2 * self.tensor.shape[dim]), size):
-            shape[dim] = wanted
+        for new_size in (max(size, 2 * self.tensor.shape[dim]), size):
+            shape[dim] = new_size
             needed = math.prod(shape) * self.tensor.itemsize
             if self._room.fits(needed):
                 break
@@ -118,7 +118,7 @@ class QueryStore(RowStore):
         self._first: dict[Hashable, int] = {}
 
     def begin(self, seq_id: Hashable, position: int) -> None:
-        """A row for a sequence whose queries come from this position on, unless it has one."""
+        """Take a row for a sequence with queries from this position on, unless it has one."""
         self.take(seq_id)
         self._first.setdefault(seq_id, position)
 
@@ -130,7 +130,7 @@ class QueryStore(RowStore):
         self.row(seq_id)[layer, places] = queries[skipped:].to(self.tensor.dtype)
 
     def of_step(self, chunks: Sequence[tuple[Hashable, int, int, int]]) -> StepQueries:
-        """Where the last queries of each sequence's chunk go; takes rows for new sequences.
+        """Return the rows and places of the last queries of each sequence's chunk. Takes rows for new ones.
 
         chunks: (sequence, position of its first token, tokens, its first row in the step)
         """
@@ -155,7 +155,7 @@ class QueryStore(RowStore):
         self._first.pop(seq_id, None)
 
     def copy_of(self, seq_id: Hashable) -> tuple[int, Tensor] | None:
-        """A sequence's first position and its row, on the host. None without one."""
+        """Return a sequence's first position and its row, on the host; None without a row."""
         if seq_id not in self:
             return None
         return self._first[seq_id], self.row(seq_id).to("cpu", copy=True)
@@ -228,8 +228,8 @@ class MassStore(RowStore):
 
 class DigestStore(RowStore):
     """Least and greatest entry of the keys of each full block: [rows, L, 2, K, blocks, D], in the dtype of
-    gathered keys: rounded, they would not be bounds. Blocks double when they run out. What it holds follows
-    from the cache, so a fork begins anew."""
+    gathered keys, because rounded ones would not be bounds. Blocks double when they run out. Digests follow
+    from the cache, so a fork starts without any."""
 
     def __init__(self, facts: ModelFacts, dtype: torch.dtype, room: ByteBudget) -> None:
         layer = facts.layers[0]
@@ -248,7 +248,7 @@ class DigestStore(RowStore):
         return missing
 
     def cut(self, seq_id: int, num_blocks: int) -> None:
-        """Only the first blocks of a sequence are full after all."""
+        """Forget the digests of all but the first num_blocks blocks of a sequence."""
         if seq_id in self._known:
             self._known[seq_id] = min(self._known[seq_id], num_blocks)
 

@@ -1,5 +1,5 @@
-"""Tokens of full caches are copied behind what companions hold: exact keys and values, as the full cache has
-them, in whatever place the companion has for them."""
+"""Copy tokens of full caches to the end of companions' caches: exact keys and values, in the companion's own
+slots."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvreclaim.ops.streamed import StreamedLayers
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyRange:
-    """num_tokens of a target's from `first` on, for which its companion has room behind what it holds."""
+    """num_tokens tokens of a target from `first` on. Its companion has room for them at its end."""
 
     target: Sequence
     companion: Sequence
@@ -29,7 +29,7 @@ class CopyRange:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompanionCache:
-    """A cache and who knows what lies where in it. stream: where it lies in host memory."""
+    """A cache with its memory manager. stream: set where the cache is in host memory."""
 
     memory: MemoryManager
     layers: tuple[LayerCache, ...]
@@ -42,21 +42,21 @@ class CompanionCache:
         return ids[places // size] * size + places % size
 
     def next_slots(self, seq: Sequence, num_tokens: int) -> np.ndarray:
-        """The same behind what it holds."""
+        """Return `slots` of the num_tokens tokens that follow the sequence's last one."""
         return self.slots(seq, self.memory.table(seq.seq_id).physical_len, num_tokens)
 
     def blocks(self, layer: int, ids: Tensor) -> tuple[LayerCache, Tensor]:
-        """A layer that has these blocks [n] int64 on the device, and their ids there."""
+        """Return a layer that has these blocks [n] int64 on the device, and their ids there."""
         if self.stream is not None:
             return self.stream.blocks(layer, ids)
         return self.layers[layer], ids
 
 
 class CompanionCopier:
-    """Copies pieces, those of all sequences together: a gather and a write for each layer.
+    """Copies the ranges of all sequences together, with one gather and one write per layer.
 
-    A copy is decoded and coded again where the format codes: what a companion holds is a draft's business,
-    and nothing that is answered depends on it.
+    Coded formats are decoded and coded again. A companion's cache affects drafts only, so no answer depends
+    on this loss.
     """
 
     def __init__(
@@ -65,17 +65,17 @@ class CompanionCopier:
         self.full, self.compressed, self.backend, self.signals = full, compressed, backend, signals
 
     @torch.inference_mode()
-    def copy(self, pieces: list[CopyRange]) -> None:
-        """Every target's slots are its positions: nothing of a full cache is evicted."""
+    def copy(self, ranges: list[CopyRange]) -> None:
+        """Copy the ranges. A target's slots are its positions, because a full cache evicts nothing."""
         size, device = self.full.memory.block_size, self.compressed.layers[0].cache.device
-        source = np.concatenate([self.full.slots(p.target, p.first, p.num_tokens) for p in pieces])
-        written = [self.compressed.next_slots(p.companion, p.num_tokens) for p in pieces]
+        source = np.concatenate([self.full.slots(p.target, p.first, p.num_tokens) for p in ranges])
+        written = [self.compressed.next_slots(p.companion, p.num_tokens) for p in ranges]
         blocks, places = np.unique(source // size, return_inverse=True)
         rows = torch.from_numpy(places * size + source % size).to(device)
         ids, mapping = torch.from_numpy(blocks), torch.from_numpy(np.concatenate(written)).to(device)
         for n, compressed in enumerate(self.compressed.layers):
-            full, there = self.full.blocks(n, ids)
-            k, v = self.backend.gather_tokens(PagedTokens(full, there.to(device), len(blocks) * size))
+            full, device_ids = self.full.blocks(n, ids)
+            k, v = self.backend.gather_tokens(PagedTokens(full, device_ids.to(device), len(blocks) * size))
             k, v = (x[:, rows].transpose(0, 1).contiguous() for x in (k, v))
             self.backend.write_kv(compressed, k, v, mapping)
         if self.signals.scores is not None:

@@ -1,4 +1,4 @@
-"""Tokens are drawn from compressed caches, one after the other, as the full caches would be asked to."""
+"""Draw drafts from compressed caches, one token after the other, with the targets' sampling parameters."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from kvreclaim.ops.native import torch_alone
 from kvreclaim.schedule import Row
 
 LEAST_CONFIDENCE = 0.3
-"""Drafts go on until they are believed together with less than this."""
+"""Drafting of a sequence ends when the confidence in all of its drafts falls below this."""
 
 
 @dataclass(slots=True, eq=False)
 class CompanionDraft:
-    """One sequence that drafts: its companion has room for `most` tokens behind what it holds, `first` of
-    them.
+    """The drafts of one sequence. Its companion holds `first` tokens and has room for `most` more.
 
-    confidence: that all of its tokens will be accepted, as far as one can tell from how often tokens that
-                were as probable have been
+    confidence: estimated probability that all of its tokens are accepted, from the acceptance rates of
+                tokens with similar probabilities
     """
 
     target: Sequence
@@ -41,7 +40,7 @@ class CompanionDraft:
         return len(self.tokens) < self.most and self.confidence >= LEAST_CONFIDENCE
 
     def take(self, token: int, probability: float) -> None:
-        """The next token."""
+        """Append the next token."""
         verify = self.target.request.verify
         assert verify is not None, f"sequence {self.target.seq_id} is not verified"
         self.tokens.append(token)
@@ -56,9 +55,8 @@ def draft_all(
     eos_token_ids: frozenset[int],
     states: RecurrentStates | None,
 ) -> None:
-    """Draw for all of them together, until none goes on. A token is drawn with the noise with which the
-    target will draw in its place (a copy of its generator), so that both say the same where they think
-    alike."""
+    """Draw for all drafts together, until none goes on. Each token is drawn with a copy of the target's
+    generator. The target will draw with the same noise, so equal distributions give equal tokens."""
     for draft in drafts:
         draft.companion.generator = _copy_of(draft.target.generator)
     going = [draft for draft in drafts if draft.goes_on]
@@ -78,16 +76,16 @@ def _next_of(draft: CompanionDraft) -> Scheduled:
 def _drawn(
     going: list[CompanionDraft], logits: Tensor, eos_token_ids: frozenset[int]
 ) -> list[CompanionDraft]:
-    """Give each its token. Returns: those whose logits are numbers."""
+    """Draw one token for each draft. Returns: the drafts with finite logits."""
     best = logits.max(-1)
-    sound = best.values.isfinite().tolist()
-    asks = [draft.companion.sample_row(eos_token_ids) for draft in going]
-    found = draw(logits, best.indices.tolist(), list(range(len(going))), asks)
+    finite = best.values.isfinite().tolist()
+    sample_rows = [draft.companion.sample_row(eos_token_ids) for draft in going]
+    found = draw(logits, best.indices.tolist(), list(range(len(going))), sample_rows)
     drawn = [0 if isinstance(each, Exception) else each.token for each in found]
     chosen = logits.float().log_softmax(-1)[range(len(drawn)), drawn].exp().tolist()
     left = []
-    for draft, is_sound, each, probability in zip(going, sound, found, chosen, strict=True):
-        if is_sound and not isinstance(each, Exception):
+    for draft, is_finite, each, probability in zip(going, finite, found, chosen, strict=True):
+        if is_finite and not isinstance(each, Exception):
             draft.take(each.token, probability)
             left.append(draft)
     return left

@@ -19,8 +19,8 @@ QUERIES = frozenset({Signal.RECENT_QUERIES, Signal.ATTENTION_MASS})
 
 
 class CompanionQueries:
-    """The queries of one step's targets whose companions' policies ask for queries or attention, layer by
-    layer, until their tokens have been copied. Scores that are computed with tokens go beside their slots."""
+    """Queries of one step's targets by layer, for companions with policies that need queries or attention.
+    They are kept until the tokens have been copied. Token scores are stored with their slots."""
 
     def __init__(self, signals: Signals) -> None:
         self.signals = signals
@@ -31,8 +31,8 @@ class CompanionQueries:
     def watch(
         self, step: list[Scheduled], batch: AttentionBatch | None
     ) -> list[Callable[[AttentionCall], None]]:
-        """Hooks for the attention calls of a step. batch: None where full caches lie on the host, with which
-        nothing asks for scores."""
+        """Return hooks for the attention calls of a step. batch: None where full caches are in host memory;
+        no policy needs scores there."""
         self.clear()
         rows: list[Tensor] = []
         start = taken = 0
@@ -66,20 +66,20 @@ class CompanionQueries:
         return score_write(self.signals.scores, verify.compressor, [place], batch)
 
     def clear(self) -> None:
-        """Forget the queries of the step; they have been used."""
+        """Forget the queries of the step."""
         self._seen, self._starts = {}, {}
 
     def first(self, target: Sequence) -> int:
-        """The position of the first of its rows that was seen; where none was, the one behind all."""
+        """Return the position of the target's first recorded row, or num_computed if none was recorded."""
         return self._starts[target.seq_id][0] if target.seq_id in self._starts else target.num_computed
 
     def begins(self, target: Sequence) -> bool:
-        """Whether this step has computed all that there is of it."""
+        """Return whether this step has computed all of the target's tokens."""
         return target.seq_id in self._starts and self._starts[target.seq_id][0] == 0
 
     def tell(self, target: Sequence, companion: Sequence, first: int, slots: SequenceSlots | None) -> None:
-        """The tokens from `first` on are the companion's last ones, in these slots. None: it holds none yet,
-        and keeps the queries of all that the target has computed."""
+        """Pass the queries of tokens from `first` on to the companion, which has them last, in these slots.
+        slots: None if it has no tokens yet; then it gets the queries of all tokens that were computed."""
         known = self._starts.get(target.seq_id)
         if known is None or first < known[0]:
             return

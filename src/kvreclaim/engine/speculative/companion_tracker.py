@@ -1,4 +1,4 @@
-"""Companions come as far as their targets are, and are compressed on the way."""
+"""Companions follow their targets token by token, and are compressed on the way."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ Pair = tuple[Sequence, Sequence]
 
 
 class CompanionTracker:
-    """How companions begin and keep up.
+    """Begins companions and keeps them level with their targets.
 
-    In the pool of its target a companion begins where the prompt ends, as a fork of it: it shares all blocks,
-    costs nothing, and its first pass chooses from the whole full cache. One whose policy adds attention up
-    follows from the first token on, and so does every one where full caches lie in host memory: it is given
-    the target's tokens piece by piece and is compressed in between, as a request that is compressed would be.
-    What it is given is exact: keys and values as the full cache has them, over those that it wrote itself
-    while it drafted.
+    A companion in its target's pool begins at the end of the prompt, as a fork: it shares all blocks, costs
+    nothing, and its first pass chooses from the whole full cache. A companion follows from the first token on
+    if its policy sums attention, or if full caches are in host memory. It then receives the target's tokens
+    range by range and is compressed in between, like a compressed request. It receives exact keys and values
+    of the full cache. They overwrite the keys and values that it computed while drafting.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class CompanionTracker:
         self._unborn: dict[int, Sequence] = {}
 
     def follow(self, computed: Iterable[Sequence]) -> None:
-        """These have advanced."""
+        """Bring the companions of these sequences, which have advanced, up to date."""
         self.forget_gone()
         running = [seq for seq in computed if is_target(seq) and seq.status is Status.RUNNING]
         targets = [seq for seq in running if not verify_of(seq).eviction_method.sparse_reads]
@@ -69,7 +68,7 @@ class CompanionTracker:
         self.asked.clear()
 
     def _companion(self, target: Sequence) -> Sequence | None:
-        """The target's; a new one if it is time for one and there is room."""
+        """Return the target's companion. A new one is begun if it is due and there is room."""
         verify, companion = verify_of(target), self.companions.get(target)
         if companion is not None and verify.is_short and self._can_begin(target):
             self.leave(target.seq_id)
@@ -83,7 +82,7 @@ class CompanionTracker:
         return companion
 
     def _can_begin(self, target: Sequence) -> bool:
-        """Whether a companion that begins now has what its policy asks for."""
+        """Return whether the signals for the policy of a companion that begins now are complete."""
         needs = needs_of(verify_of(target).compressor)
         from_first = self.asked.begins(target)
         if Signal.ATTENTION_MASS in needs:
@@ -93,10 +92,10 @@ class CompanionTracker:
         return target.num_computed >= target.num_prompt
 
     def _note_prompt(self, target: Sequence) -> None:
-        """Keep the queries of a prompt that is not through for the companion that is to be forked then."""
+        """Keep the queries of an incomplete prompt for the companion that is forked at its end."""
         needs = needs_of(verify_of(target).compressor)
-        adds_up = Signal.ATTENTION_MASS in needs
-        if self._forks and not adds_up and needs & QUERIES and target.num_computed < target.num_prompt:
+        sums_attention = Signal.ATTENTION_MASS in needs
+        if self._forks and not sums_attention and needs & QUERIES and target.num_computed < target.num_prompt:
             unborn = self._unborn.setdefault(target.seq_id, self.new(target))
             self._tell(target, unborn, self.asked.first(target))
 
@@ -106,8 +105,8 @@ class CompanionTracker:
             return None
         companion = self._unborn.pop(target.seq_id, None) or self.new(target)
         companion.token_ids[:] = target.token_ids
-        adds_up = Signal.ATTENTION_MASS in needs_of(verify.compressor)
-        if not self._forks or (adds_up and self.asked.begins(target)):
+        sums_attention = Signal.ATTENTION_MASS in needs_of(verify.compressor)
+        if not self._forks or (sums_attention and self.asked.begins(target)):
             self.companions.begin(target, companion)
             return companion
         self.companions.fork(target, companion, target)
@@ -116,7 +115,7 @@ class CompanionTracker:
         return companion
 
     def new(self, target: Sequence) -> Sequence:
-        """A companion that holds nothing and is known to nobody."""
+        """Return a companion without blocks that is not registered anywhere."""
         return Sequence(
             seq_id=self.lifecycle.new_id(),
             request_id=target.request_id,
@@ -128,8 +127,8 @@ class CompanionTracker:
         )
 
     def _advance(self, pairs: list[Pair]) -> list[Pair]:
-        """Give each companion its next tokens up to its next pass. Returns: those that are still behind."""
-        pieces = []
+        """Copy each companion's next tokens, up to its next pass. Returns: the pairs that received any."""
+        ranges = []
         for target, companion in pairs:
             gap = target.num_computed - companion.num_computed
             until = companion.footprint.tokens_until_pass(
@@ -137,24 +136,24 @@ class CompanionTracker:
             )
             if gap <= 0 or companion.status is not Status.RUNNING:
                 continue
-            piece = CopyRange(target, companion, companion.num_computed, min(gap, until))
-            if self.has_room(companion, piece.num_tokens):
-                pieces.append(piece)
+            copy_range = CopyRange(target, companion, companion.num_computed, min(gap, until))
+            if self.has_room(companion, copy_range.num_tokens):
+                ranges.append(copy_range)
             else:
                 self.leave(target.seq_id)
-        if not pieces:
+        if not ranges:
             return []
-        self.copier.copy(pieces)
-        for piece in pieces:
-            self.companions.commit(piece.companion, piece.num_tokens)
-            self._tell(piece.target, piece.companion, piece.first)
-        left = [(piece.target, piece.companion) for piece in pieces]
-        self._compress([(target, companion) for target, companion in left if companion.is_due])
-        return left
+        self.copier.copy(ranges)
+        for copy_range in ranges:
+            self.companions.commit(copy_range.companion, copy_range.num_tokens)
+            self._tell(copy_range.target, copy_range.companion, copy_range.first)
+        advanced = [(copy_range.target, copy_range.companion) for copy_range in ranges]
+        self._compress([(target, companion) for target, companion in advanced if companion.is_due])
+        return advanced
 
     def _tell(self, target: Sequence, companion: Sequence, first: int) -> None:
-        """Signals of the tokens from `first` on, up to where the companion is; of one
-        that holds nothing yet all that the target has computed."""
+        """Record signals of the companion's tokens from `first` on. A companion without tokens gets those of
+        all tokens that the target has computed."""
         slots = None
         if companion.status is Status.RUNNING:
             row = Row(companion.seq_id, first, companion.num_computed - first)
@@ -162,7 +161,7 @@ class CompanionTracker:
         self.asked.tell(target, companion, first, slots)
 
     def has_room(self, companion: Sequence, num_tokens: int) -> bool:
-        """Room for so many more tokens, ready to be written."""
+        """Return whether the companion has blocks for num_tokens more tokens; they are ready for writes."""
         growth = self.companions.grow(companion, num_tokens)
         if growth is None:
             return False
@@ -171,7 +170,7 @@ class CompanionTracker:
         return True
 
     def _compress(self, due: list[Pair]) -> None:
-        """The passes of companions; one that lacks blocks for its pass is given up."""
+        """Run the passes of companions. A companion that lacks blocks for its pass is dropped."""
         jobs, targets = [], []
         for target, companion in due:
             plan, compressor = self.companions.compress(companion), companion.request.compressor
@@ -191,25 +190,25 @@ class CompanionTracker:
                 take_choice(job.plan, outcome.gone, outcome.prompt_slots, account, memory)
 
     def leave(self, target_id: int) -> None:
-        """A target has no companion any more, now or later."""
+        """Drop a target's companion, and the queries kept for a later one."""
         for companion in (self.companions.leave(target_id), self._unborn.pop(target_id, None)):
             if companion is not None:
                 self.runner.signals.drop(companion.seq_id)
 
     def forget_gone(self) -> None:
-        """Forget what is kept beside companions that were evicted."""
+        """Forget the signals of companions that were evicted."""
         for companion in self.companions.gone:
             self.runner.signals.drop(companion.seq_id)
         self.companions.gone.clear()
 
-    def failed(self, what: str, whose: object, error: Exception) -> None:
-        """Nothing is lost but drafts: the log says it, and it is counted."""
+    def failed(self, action: str, subject: object, error: Exception) -> None:
+        """Log and count a failure. It costs drafts only. action: a format string for `subject`."""
         self.lifecycle.totals.speculation.num_failed += 1
-        logger.error(what + " failed; they go on without drafts", whose, exc_info=error)
+        logger.error(action + " failed; they go on without drafts", subject, exc_info=error)
 
 
 def shadow_of(request: Request, verify: Verify) -> Request:
-    """A request as a companion's: it is compressed, and reports nothing."""
+    """Return the target's request for its companion: compressed, without reports."""
     return replace(
         request,
         spec=replace(request.spec, params=replace(request.params, logprobs=None, prompt_logprobs=None)),
@@ -222,19 +221,19 @@ def shadow_of(request: Request, verify: Verify) -> Request:
 
 
 def adjust(companion: Sequence, target: Sequence) -> None:
-    """A budget that chooses itself may be another one by now."""
+    """Set the companion's footprint and request to the target's current automatic budget."""
     verify = verify_of(target)
     if companion.request.compressor is not verify.compressor:
         companion.footprint, companion.request = verify.footprint, shadow_of(target.request, verify)
 
 
 def is_target(seq: Sequence) -> bool:
-    """Whether a compressed cache drafts for it."""
+    """Return whether a compressed cache drafts for the sequence."""
     return seq.request.verify is not None and seq.finish_reason is None
 
 
 def verify_of(target: Sequence) -> Verify:
-    """The settings that a target's request verifies with."""
+    """Return the verify settings of a target's request."""
     verify = target.request.verify
     assert verify is not None, f"sequence {target.seq_id} is not verified"
     return verify

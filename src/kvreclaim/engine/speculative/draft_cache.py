@@ -1,4 +1,4 @@
-"""The draft model's cache: its own sequences in its own blocks, which follow the target's."""
+"""The draft model's cache: its own sequences and blocks, which follow the target's."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from kvreclaim.speculation import MOST_DRAFTS
 logger = logging.getLogger(__name__)
 
 IDLE_ROUNDS = 64
-"""A sequence that was drafted for in none of so many rounds gives way to one that lacks room; sooner, those
-that take turns would be computed again and again."""
+"""Rounds without drafts after which a sequence may be dropped for one that lacks room. With fewer rounds,
+sequences that alternate would be recomputed repeatedly."""
 
 
 @dataclass(slots=True, eq=False)
 class Mirror:
-    """A sequence as the draft model has it: `own` has its tokens, drafts behind them; of these num_computed
-    are committed.
+    """The draft model's copy of a sequence: `own` has its tokens, then its drafts. num_computed of them are
+    committed.
 
-    num_known:   leading tokens that the target had said when it was last drafted for, in that round
-    num_written: leading tokens whose keys and values are there, drafts included
+    num_known:   leading tokens that the target had in `round`, the last round with drafts for it
+    num_written: leading tokens with keys and values in the cache, drafts included
     """
 
     own: Sequence
@@ -51,8 +51,8 @@ class Mirror:
 
 
 class DraftCache:
-    """A draft model over a pool of its own. A round writes drafts and commits nothing; the next one commits
-    what the target has said, too, so that nothing is ever taken back."""
+    """A draft model over its own pool. A round writes drafts and commits nothing. The next round commits the
+    drafts that the target accepted, so nothing is ever rolled back."""
 
     def __init__(self, draft: DraftModel) -> None:
         self.loaded, config = draft.loaded, draft.config
@@ -82,7 +82,7 @@ class DraftCache:
         self._round = 0
 
     def _make_states(self, config: EngineConfig) -> DraftStates | None:
-        """None for a model without recurrent layers."""
+        """Return the states of recurrent layers; None for a model without such layers."""
         facts, layers = self.loaded.facts, self.loaded.recurrent
         if layers is None:
             return None
@@ -90,24 +90,24 @@ class DraftCache:
         return DraftStates(layers, StateStore(facts.states, num_slots, facts.device), num_slots)
 
     def begin_round(self, sequences: Iterable[Sequence]) -> None:
-        """These are to be drafted for now."""
+        """Begin a round that drafts for these sequences."""
         self._round += 1
         for seq in sequences:
             if (mirror := self._mirrors.get(seq.seq_id)) is not None:
                 mirror.round = self._round
 
     def follow(self, seq: Sequence, num_drafts: int) -> Sequence | None:
-        """The draft model's own sequence, with all that the target has said by now, and room for so many
-        drafts behind; None if there is none, or nothing can be drafted for it.
+        """Return the draft model's own sequence, with all of the target's tokens and room for num_drafts
+        more; None if there is no room, or the sequence cannot be drafted for.
 
-        What is drawn for it is what would be drawn for the target's, from a copy of its generator.
+        Its generator is a copy of the target's, so both draw with the same noise.
         """
         if seq.seq_id in self._refused:
             return None
         mirror = self._mirrors.get(seq.seq_id)
         new = seq.token_ids if mirror is None else seq.token_ids[mirror.num_known :]
         if max(new, default=0) >= self.loaded.vocab_size:
-            self.refuse(seq.seq_id)  # an id of which this model knows nothing
+            self.refuse(seq.seq_id)  # an id outside of this model's vocabulary
             return None
         if mirror is None:
             if self.states is not None and not self._has_seat():
@@ -120,10 +120,10 @@ class DraftCache:
         return own if self._make_room(own, own.num_uncomputed + num_drafts - 1) else None
 
     def read(self, owns: list[Sequence]) -> tuple[list[Sequence], Tensor]:
-        """Compute all tokens of these that have not been, max_num_batched_tokens at a time.
+        """Compute all uncomputed tokens of these sequences, max_num_batched_tokens at a time.
 
-        Returns: those that could be, and the logits [n, V] behind the last token of each. Whoever fails is
-        not drafted for any more.
+        Returns: the sequences that succeeded, and the logits [n, V] of the last token of each. A sequence
+        that fails gets no more drafts.
         """
         done: list[Sequence] = []
         parts: list[Tensor] = []
@@ -143,14 +143,14 @@ class DraftCache:
         return done, torch.cat(parts) if parts else torch.empty(0)
 
     def refuse(self, seq_id: int) -> None:
-        """Draft no more for a sequence, nor trust what its blocks hold."""
+        """Stop drafting for a sequence, and invalidate its blocks."""
         if seq_id in self._mirrors:
             self.memory.invalidate(seq_id)
         self.forget(seq_id)
         self._refused.add(seq_id)
 
     def forget(self, seq_id: int) -> None:
-        """Give back what a sequence holds; if it is drafted for again, it is read anew."""
+        """Free a sequence's blocks and states. Drafting for it again recomputes its tokens."""
         self._refused.discard(seq_id)
         if self._mirrors.pop(seq_id, None) is not None:
             self.memory.free(seq_id)
@@ -177,8 +177,8 @@ class DraftCache:
         return Mirror(own, len(own.token_ids), match.num_tokens, self._round)
 
     def _take_in(self, mirror: Mirror, seq: Sequence) -> None:
-        """Take in the target's new tokens, and commit those that are written. The last one stays to be
-        computed: what comes behind is what is asked for."""
+        """Append the target's new tokens, and commit those that are written. The last one stays uncomputed,
+        because its logits give the next draft."""
         own, known = mirror.own, seq.token_ids
         end = min(mirror.num_written, len(known) - 1)
         agreed = min(mirror.num_known, end)
@@ -193,7 +193,7 @@ class DraftCache:
         mirror.num_known = len(known)
 
     def _has_seat(self) -> bool:
-        """Whether there are states for one more sequence; who is not drafted for now gives way."""
+        """Return whether there are states for one more sequence. Sequences outside this round are dropped."""
         if len(self._mirrors) >= self._max_num_seqs:
             last = min(self._mirrors.values(), key=lambda mirror: mirror.round)
             if last.round == self._round:
@@ -202,7 +202,7 @@ class DraftCache:
         return True
 
     def _make_room(self, own: Sequence, num_tokens: int) -> bool:
-        """For so many tokens behind the committed ones; whoever has long been idle gives way."""
+        """Allocate blocks for num_tokens tokens after the committed ones, dropping long idle sequences."""
         while not self.memory.can_grow(own.seq_id, num_tokens):
             last = min(self._mirrors.values(), key=lambda mirror: mirror.round)
             if self._round - last.round < IDLE_ROUNDS:

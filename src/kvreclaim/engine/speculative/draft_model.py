@@ -16,8 +16,8 @@ from kvreclaim.engine.speculative.load import DraftModel
 from kvreclaim.model.loader import LoadedModel
 
 LEAST_CONFIDENCE = 0.3
-"""Drafting ends before the token with which the draft model's probabilities of its drafts, multiplied, fall
-below: the target says the same about as often, and each row costs it as much whether it stands or not."""
+"""Drafting ends before the token at which the product of the drafts' probabilities falls below this. The
+product estimates how often the target agrees, and a rejected row costs as much as an accepted one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,12 +32,12 @@ class Draught:
 
 
 class DraftModelDrafter(Drafter):
-    """All sequences together: what the target has said since is read in one pass, then each further pass
-    drafts a token of each.
+    """Drafts for all sequences together. One pass reads the target's new tokens. Each further pass drafts one
+    token per sequence.
 
-    A draft is drawn as the target's token will be, with the same processors over the same tokens, and from a
-    copy of the output's generator: the same noise meets both distributions, so that the two agree about as
-    often as they can: P = sum_i 1 / sum_j max(p_j / p_i, q_j / q_i).
+    A draft is drawn like the target's token, with the same processors over the same tokens and a copy of the
+    output's generator. Shared noise makes the two agree with the probability
+    P = sum_i 1 / sum_j max(p_j / p_i, q_j / q_i), close to the maximum.
     """
 
     def __init__(self, limit: int, *, target: LoadedModel, draft: DraftModel) -> None:
@@ -48,21 +48,21 @@ class DraftModelDrafter(Drafter):
     def drafts(self) -> str:
         return f"{self.limit} tokens by {self._name}, {self.cache.memory.pool.num_blocks} blocks"
 
-    def draft(self, asked: list[tuple[Sequence, int]]) -> None:
+    def draft(self, requested: list[tuple[Sequence, int]]) -> None:
         try:
-            self._draft(asked)
+            self._draft(requested)
         except Exception:
-            for seq, _ in asked:
+            for seq, _ in requested:
                 self.cache.forget(seq.seq_id)
             raise
 
     def released(self, seq_id: int) -> None:
         self.cache.forget(seq_id)
 
-    def _draft(self, asked: list[tuple[Sequence, int]]) -> None:
-        self.cache.begin_round(seq for seq, _ in asked)
+    def _draft(self, requested: list[tuple[Sequence, int]]) -> None:
+        self.cache.begin_round(seq for seq, _ in requested)
         rounds: dict[int, Draught] = {}
-        for seq, most in asked:
+        for seq, most in requested:
             most = min(most, self.cache.max_len + 1 - len(seq.token_ids))  # positions that this model has
             if most > 0 and (own := self.cache.follow(seq, most)) is not None:
                 rounds[seq.seq_id] = Draught(seq, own, most)
@@ -74,14 +74,14 @@ class DraftModelDrafter(Drafter):
             each.seq.draft_ids = each.drafts
 
     def _extend(self, going: list[Draught], logits: Tensor) -> list[Draught]:
-        """A draft more for each, from its row of logits [n, V]. Returns: those that go on."""
+        """Append one draft for each, from its row of logits [n, V]. Returns: those that go on."""
         logits = self._fitted(logits.float())
         best = logits.max(-1)
-        asks = [each.own.sample_row(self._eos) for each in going]
-        drawn = draw(logits, best.indices.tolist(), list(range(len(going))), asks)
+        sample_rows = [each.own.sample_row(self._eos) for each in going]
+        drawn = draw(logits, best.indices.tolist(), list(range(len(going))), sample_rows)
         tokens = torch.tensor([0 if isinstance(one, Exception) else one.token for one in drawn])
-        told = logits.gather(-1, tokens.to(logits.device)[:, None])[:, 0] - logits.logsumexp(-1)
-        finite, confidence = best.values.isfinite().tolist(), told.exp().tolist()
+        logprobs = logits.gather(-1, tokens.to(logits.device)[:, None])[:, 0] - logits.logsumexp(-1)
+        finite, confidence = best.values.isfinite().tolist(), logprobs.exp().tolist()
         on = []
         for place, (each, one) in enumerate(zip(going, drawn, strict=True)):
             if not finite[place] or isinstance(one, Exception):
@@ -97,7 +97,7 @@ class DraftModelDrafter(Drafter):
         return on
 
     def _fitted(self, logits: Tensor) -> Tensor:
-        """[n, V of the target]: ids beyond are never drafted, those that are lacking neither."""
+        """Return logits [n, V of the target]. Ids that either model lacks are never drafted."""
         missing = self._vocab_size - logits.shape[-1]
         return (
             pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits[:, : self._vocab_size]

@@ -1,5 +1,4 @@
-"""The states of a draft model's recurrent layers, behind each of a sequence's drafts until it is known which
-stand."""
+"""States of a draft model's recurrent layers, one after each draft of a sequence until verification."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ from kvreclaim.ops.states import StateRun, StateStep, StateStore
 
 
 class DraftStates:
-    """By sequence the lengths, ascending, behind which its state is there, each with its slot: the length
-    that has been committed, that of the known tokens, and those of drafts."""
+    """Lengths with a stored state and their slots, per sequence, ascending: the committed length, that of the
+    known tokens, and those of drafts."""
 
     def __init__(self, layers: RecurrentLayers, store: StateStore, num_slots: int) -> None:
         self.layers, self.store = layers, store
@@ -21,7 +20,7 @@ class DraftStates:
         self._held: dict[int, list[tuple[int, int]]] = {}
 
     def back_to(self, seq_id: int, length: int) -> int:
-        """Keep the deepest state that is not behind more tokens than these. Returns: its length; 0: none."""
+        """Keep the longest state of at most `length` tokens. Returns: its length; 0: none."""
         held = self._held.pop(seq_id, [])
         kept = max((one for one in held if one[0] <= length), default=None)
         self._free += [slot for at, slot in held if kept is None or at != kept[0]]
@@ -31,13 +30,13 @@ class DraftStates:
         return kept[0]
 
     def forget(self, seq_id: int) -> None:
-        """Give back what a sequence holds."""
+        """Free a sequence's slots."""
         self._free += [slot for _, slot in self._held.pop(seq_id, [])]
 
     @contextmanager
     def stepping(self, step: list[Scheduled], num_known: dict[int, int]) -> Iterator[None]:
-        """For a pass over these tokens, each sequence's behind its last state. What a pass that fails has
-        written is dropped. num_known: by sequence, tokens that are no drafts."""
+        """Store states of a pass over these tokens, which follow each sequence's last state. A failed pass
+        stores none. num_known: tokens that are not drafts, by seq_id."""
         runs, start = list[StateRun](), 0
         for item in step:
             held = self._held.setdefault(item.seq.seq_id, [])

@@ -1,4 +1,4 @@
-"""Drafters, and how much they draft: the rows of a step that may be guesses."""
+"""Drafters, and the number of drafts that a step may verify."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 
 
 def most_drafts(seq: Sequence, limit: int) -> int:
-    """Tokens that may be guessed for a sequence's next step, `limit` at most: it draws alone, has nothing
-    else to compute, and neither a pass nor its end lies within them."""
+    """Return the number of drafts for a sequence's next step, at most `limit`. The sequence must draw alone
+    and have nothing else to compute. No pass, and not its end, lies within the drafts."""
     request = seq.request
     draws = request.beams is None and request.scores is None and not seq.waits_for_fork and not seq.followers
     if not draws or seq.status is not Status.RUNNING or seq.num_uncomputed != 1 or seq.is_due:
@@ -34,39 +34,39 @@ class Drafter(Extension):
         self.limit = limit
 
     def propose(self, running: ListLike[Sequence]) -> None:
-        """Give every sequence that may have some its draft_ids. What fails costs drafts, nothing else."""
+        """Set draft_ids of every sequence that may have some. A failure costs drafts only."""
         for seq in running:
             seq.draft_ids = []
-        asked = [(seq, most_drafts(seq, self.limit)) for seq in running]
+        requested = [(seq, most_drafts(seq, self.limit)) for seq in running]
         try:
-            self.draft([(seq, most) for seq, most in asked if most > 0])
+            self.draft([(seq, most) for seq, most in requested if most > 0])
         except Exception:
-            logger.exception("drafting for %d sequences failed; they go on without drafts", len(asked))
+            logger.exception("drafting for %d sequences failed; they go on without drafts", len(requested))
             for seq in running:
                 seq.draft_ids = []
 
     @abstractmethod
-    def draft(self, asked: list[tuple[Sequence, int]]) -> None:
-        """Set draft_ids of sequences, of each so many tokens at most."""
+    def draft(self, requested: list[tuple[Sequence, int]]) -> None:
+        """Set draft_ids of sequences. requested: each sequence with its maximum number of drafts."""
 
     @abstractmethod
     def drafts(self) -> str:
-        """Number and source of drafts, for the line at the start."""
+        """Return number and source of drafts, for the log line at the start."""
 
     def describe(self) -> str:
         return f"drafts: {self.drafts()}"
 
 
 class NgramDrafter(Drafter):
-    """From what the sequences say themselves."""
+    """Drafts from n-grams in the sequences' own tokens."""
 
     def __init__(self, limit: int, *, least: int, most: int) -> None:
         super().__init__(limit)
         self.least, self.most = least, most
         self._seen: dict[int, Seen] = {}
 
-    def draft(self, asked: list[tuple[Sequence, int]]) -> None:
-        for seq, most in asked:
+    def draft(self, requested: list[tuple[Sequence, int]]) -> None:
+        for seq, most in requested:
             tokens = self._seen.setdefault(seq.seq_id, Seen()).grown(seq.token_ids)
             seq.draft_ids = propose(tokens, self.least, self.most, most)
 

@@ -1,4 +1,4 @@
-"""The draft model of an engine: loaded beside the target, with the same tokenizer, and its cache's size."""
+"""The draft model of an engine: loaded next to the target, with the same tokenizer, and its cache's size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvreclaim.ops.formats.format import plain_format
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftModel:
-    """A draft model. name: as speculative_config calls it; config: the limits of its cache."""
+    """A draft model. name: its name in speculative_config; config: the limits of its cache."""
 
     name: str
     loaded: LoadedModel
@@ -24,7 +24,7 @@ class DraftModel:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of its blocks, and of its recurrent layers' states."""
+        """Return the bytes of its blocks and of its recurrent layers' states."""
         assert self.config.num_blocks is not None, "chosen"
         facts = self.loaded.facts
         states = state_slots_of(self.config, facts).num_slots * facts.state_bytes if facts.states else 0
@@ -34,24 +34,23 @@ class DraftModel:
 def load_draft(
     config: EngineConfig, target: LoadedModel, known: DraftModel | None = None
 ) -> DraftModel | None:
-    """The draft model that a config asks for, on the target's device and in its dtype, with limits chosen
-    from the memory that is free; None where it asks for none.
+    """Load the draft model that a config names, on the target's device and in its dtype. Its limits are
+    chosen from the free memory. Returns None if the config names none.
 
-    known: one that is there already, whose weights are shared if it is the same
+    known: a loaded draft model; its weights are shared if the config names the same one
 
-    Raises: InvalidArgumentError for one with another tokenizer, or whose layers attend within chunks; as
-        load_model.
+    Raises: InvalidArgumentError for another tokenizer, or layers that attend within chunks; as load_model.
     """
-    said = speculation.from_json(config.speculative_config)
-    if said is None or said.model is None:
+    settings = speculation.from_json(config.speculative_config)
+    if settings is None or settings.model is None:
         return None
-    if known is not None and known.name == said.model:
+    if known is not None and known.name == settings.model:
         loaded = known.loaded
     else:
         facts = target.facts
         dtype = next(name for name, each in DTYPES.items() if each == facts.dtype)
         loaded = load_model(
-            said.model,
+            settings.model,
             dtype=dtype,
             device=str(facts.device),
             kernels=config.kernels,
@@ -65,12 +64,12 @@ def load_draft(
         "layers, cannot hold; name another one.",
         speculation.WHERE,
     )
-    return DraftModel(said.model, loaded, draft_limits(config, said, target.facts, loaded.facts))
+    return DraftModel(settings.model, loaded, draft_limits(config, settings, target.facts, loaded.facts))
 
 
 def check_same_tokens(target: LoadedModel, draft: LoadedModel) -> None:
-    """Raise InvalidArgumentError unless the same ids are the same tokens. How many ids a model's embedding
-    has beyond its tokenizer makes no difference; of models without tokenizers nothing else is known."""
+    """Raise InvalidArgumentError unless the same ids are the same tokens. Ids of the embedding beyond the
+    tokenizer are ignored. Models without tokenizers are compared by their vocabulary size."""
     problem = None
     if target.tokenizer is None and draft.tokenizer is None:
         if target.vocab_size != draft.vocab_size:
@@ -79,13 +78,13 @@ def check_same_tokens(target: LoadedModel, draft: LoadedModel) -> None:
         has_none = target if target.tokenizer is None else draft
         problem = f"cannot be compared with {target.name!r}: {has_none.name!r} has no tokenizer"
     else:
-        ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
-        if ours != theirs:
-            different = dict(sorted(ours.items() ^ theirs.items(), key=lambda item: item[1]))
+        target_vocab, draft_vocab = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
+        if target_vocab != draft_vocab:
+            different = dict(sorted(target_vocab.items() ^ draft_vocab.items(), key=lambda item: item[1]))
             token = next(iter(different))
             problem = (
                 f"has another tokenizer than {target.name!r}: {len(different)} tokens differ, such as "
-                f"{token!r} (here {theirs.get(token)}, there {ours.get(token)})"
+                f"{token!r} (here {draft_vocab.get(token)}, there {target_vocab.get(token)})"
             )
     require(
         problem is None,
@@ -95,27 +94,27 @@ def check_same_tokens(target: LoadedModel, draft: LoadedModel) -> None:
 
 
 def draft_limits(
-    config: EngineConfig, said: speculation.SpeculativeConfig, target: ModelFacts, draft: ModelFacts
+    config: EngineConfig, settings: speculation.SpeculativeConfig, target: ModelFacts, draft: ModelFacts
 ) -> EngineConfig:
-    """Limits of a draft model's cache: every token that a sequence may have finds room, or as many as its
-    part of the memory for blocks holds, which is what its tokens take beside the target's. Recurrent layers
-    have a state behind each draft, and none that a prefix hit could begin with."""
-    form = kv_format(config.kv_cache_dtype, target.dtype)
-    theirs = form.bytes_per_block(target.layers, config.block_size)
+    """Choose the limits of a draft model's cache. Its share of the memory for blocks is its share of the
+    bytes per token. The cache holds the longest sequence, or as many tokens as fit. Recurrent layers keep a
+    state after each draft, and none for prefix hits."""
+    target_format = kv_format(config.kv_cache_dtype, target.dtype)
+    target_bytes = target_format.bytes_per_block(target.layers, config.block_size)
     limits = EngineConfig(
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=min(config.max_model_len or target.max_position, draft.max_position),
         enable_prefix_caching=config.enable_prefix_caching and not draft.states,
-        state_drafts=said.num_speculative_tokens if draft.states else 0,
+        state_drafts=settings.num_speculative_tokens if draft.states else 0,
         disable_hybrid_kv_cache_manager=True,
         max_signal_bytes=0,
         kernels=config.kernels,
         enforce_eager=config.enforce_eager,
     )
-    ours = _block_bytes(draft, limits)
-    fraction = max(memory_fraction(config, draft.device) * ours / (ours + theirs), 0.01)
+    draft_bytes = _block_bytes(draft, limits)
+    fraction = max(memory_fraction(config, draft.device) * draft_bytes / (draft_bytes + target_bytes), 0.01)
     return choose_limits(replace(limits, kv_memory_fraction=fraction), draft)
 
 

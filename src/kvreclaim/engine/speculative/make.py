@@ -1,4 +1,4 @@
-"""The drafter that an engine's config asks for."""
+"""Make the drafter that an engine's config names."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvreclaim.model.loader import LoadedModel
 
 
 def make_drafter(config: EngineConfig, target: LoadedModel, draft: DraftModel | None) -> Drafter | None:
-    """None where nothing is guessed. draft: what load_draft has found for this config"""
-    said = speculation.from_json(config.speculative_config)
-    if said is None:
+    """Return the drafter; None without speculation. draft: the result of load_draft for this config"""
+    settings = speculation.from_json(config.speculative_config)
+    if settings is None:
         return None
-    if said.model is not None:
+    if settings.model is not None:
         assert draft is not None, "load_draft loads it"
-        return DraftModelDrafter(said.num_speculative_tokens, target=target, draft=draft)
-    least, most = said.prompt_lookup_min, said.prompt_lookup_max
-    return NgramDrafter(said.num_speculative_tokens, least=least, most=most)
+        return DraftModelDrafter(settings.num_speculative_tokens, target=target, draft=draft)
+    least, most = settings.prompt_lookup_min, settings.prompt_lookup_max
+    return NgramDrafter(settings.num_speculative_tokens, least=least, most=most)

@@ -1,4 +1,4 @@
-"""Drafts out of a sequence's own tokens: what followed the last ones where they stood before."""
+"""Drafts from a sequence's own tokens: the tokens that followed an earlier occurrence of its last ones."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 
 
 class Seen:
-    """The tokens of one sequence, which only grow, as an array: a lookup scans 4 bytes a token."""
+    """Tokens of one sequence as a growing array. A lookup scans 4 bytes per token."""
 
     def __init__(self) -> None:
         self._held = np.empty(256, dtype=np.int32)
         self._length = 0
 
     def grown(self, tokens: ListLike[int]) -> np.ndarray:
-        """[len(tokens)] int32; a view, valid until it grows again."""
+        """Append the new tokens. Returns: [len(tokens)] int32, a view that is valid until the next call."""
         start, end = self._length, len(tokens)
         if end > len(self._held):
             held = np.empty(2 * end, dtype=np.int32)
@@ -27,9 +27,9 @@ class Seen:
 
 
 def propose(tokens: np.ndarray, least: int, most: int, num_tokens: int) -> list[int]:
-    """The tokens that followed the longest end of `tokens` that stood before, of at least `least` and at most
-    `most` tokens; of several such places the latest. What followed may run into what is proposed, so that of
-    a loop any number of turns is told.
+    """Return the tokens that followed an earlier occurrence of the longest suffix of `tokens`, of at least
+    `least` and at most `most` tokens. The latest occurrence is used. The continuation may overlap the
+    proposal, so a loop is continued for any number of turns.
 
     tokens: [n] int32
 

@@ -1,4 +1,4 @@
-"""Companions from begin to end: they follow what their targets compute, and draft what comes next.
+"""Verify mode: companions follow their targets over compressed caches and draft their next tokens.
 
 Source: VeriCache (arXiv 2605.17613), self-speculation over a compressed cache; docs/lossless.md.
 """
@@ -22,19 +22,19 @@ from kvreclaim.speculation import MOST_DRAFTS
 
 
 class Verifier(Extension):
-    """Owners are sequences of requests with `verify`: they keep all tokens and compute as if nothing were
-    compressed. Each has a companion, a sequence that the scheduler does not know: what the policy keeps of
-    the target's tokens, compressed at the points at which the policy alone would compress.
+    """Drafts for targets, the sequences of requests with `verify`, which keep all tokens. Each target has a
+    companion, a sequence outside of the scheduler, with the tokens of the target that the policy keeps. A
+    companion is compressed at the same lengths as a compressed request.
 
-    A round: the companions of all targets draft together (`propose`); the scheduler has each target compute
-    its last token and the drafts in one step; what it draws behind them is its answer, as far as the drafts
-    agree; then the companion is given the exact keys and values of these tokens, over what it wrote while it
-    drafted (`computed`), and is compressed if it is due.
+    A round: the companions of all targets draft together (`propose`). Each target computes its last token
+    and the drafts in one step. The tokens that it draws are its answer, up to the first draft that differs.
+    The companion then receives the exact keys and values of these tokens, which overwrite those of its
+    drafts (`computed`), and is compressed if it is due.
 
-    Where a companion lacks blocks, or anything about it fails, its target goes on without one.
+    A target goes on without a companion if that lacks blocks or fails.
 
-    states: of recurrent layers. A companion has the target's, and drafts into slots that are lent to it;
-            there is one for each draft that is verified, so there are as many drafts as slots
+    states: of recurrent layers. A companion reads the target's state and drafts into slots that are lent to
+            it. Each verified draft needs one slot
     """
 
     rank = 50
@@ -49,11 +49,11 @@ class Verifier(Extension):
         self._drafts: dict[int, CompanionDraft] = {}
 
     def max_prefix_hit(self, verify: Verify) -> int | None:
-        """Leading tokens that a prefix hit may cover; None: any number.
+        """Return the number of leading tokens that a prefix hit may cover; None: any number.
 
-        Nobody sees the queries of tokens that are hit. Attention cannot be added up without them, and a
-        companion that follows from the first token on would have no queries at its passes. A companion that
-        is forked has the queries behind the hit: fewer than its policy looks at.
+        The queries of hit tokens are not computed. Attention cannot be summed without them, and a companion
+        that follows from the first token on would have no queries at its passes. A forked companion has only
+        the queries after the hit, fewer than its policy uses.
         """
         needs = needs_of(verify.compressor)
         forks = self.companions.memory is self.lifecycle.memory
@@ -67,7 +67,7 @@ class Verifier(Extension):
         return self.tracker.asked.watch(runs, batch)
 
     def computed(self, sequences: list[Sequence]) -> None:
-        """These have advanced; companions come as far as their targets are."""
+        """Bring the companions of these sequences, which have advanced, up to date."""
         targets = [seq for seq in sequences if is_target(seq)]
         for target in targets:
             draft = self._drafts.pop(target.seq_id, None)
@@ -76,7 +76,7 @@ class Verifier(Extension):
         self.tracker.follow(targets)
 
     def begin_step(self) -> None:
-        """Requests that have come since the drafts were made need slots, too."""
+        """Cut drafts for which requests added since then leave no slots."""
         if self.states is None:
             return
         running = self.lifecycle.scheduler.running
@@ -86,7 +86,7 @@ class Verifier(Extension):
             del target.draft_ids[most:]
 
     def _share(self, targets: ListLike[Sequence], running: ListLike[Sequence]) -> int:
-        """Drafts of each target for which recurrent layers have slots."""
+        """Return the drafts per target for which recurrent layers have slots."""
         if self.states is None or not targets:
             return MOST_DRAFTS
         scheduler = self.lifecycle.scheduler
@@ -94,7 +94,7 @@ class Verifier(Extension):
         return self.states.group.spare(len(targets), len(running), begin) // len(targets)
 
     def propose(self, running: ListLike[Sequence]) -> None:
-        """Draft for every target whose companion has come as far as itself."""
+        """Draft for every target with a companion that is up to date."""
         self.tracker.forget_gone()
         drafts: list[CompanionDraft] = []
         try:
@@ -114,7 +114,7 @@ class Verifier(Extension):
             self._end(draft)
 
     def _begin(self, target: Sequence, share: int) -> list[CompanionDraft]:
-        """A draft with room for its tokens, `share` at most, or none."""
+        """Return a draft with room for its tokens, at most `share`, or an empty list."""
         verify = verify_of(target)
         most = most_drafts(target, min(verify.num_tokens, share))
         companion = (
@@ -134,7 +134,7 @@ class Verifier(Extension):
         return [draft] if most else []
 
     def _reader(self, target: Sequence, most: int) -> Sequence | None:
-        """A companion that reads some of the target's own blocks: a fork of it, as long as it drafts."""
+        """Return a companion that reads some of the target's blocks: a fork that lasts while it drafts."""
         if not most:
             return None
         reader = self._readers.get(target.seq_id)
@@ -146,7 +146,7 @@ class Verifier(Extension):
         return reader
 
     def _end(self, draft: CompanionDraft) -> None:
-        """End a draft; what the companion wrote while it drafted is overwritten when it follows."""
+        """End a draft. Its keys and values are overwritten when the companion follows."""
         companion = draft.companion
         if self.states is not None:
             self.states.group.lend(draft.target.seq_id, 0)
@@ -157,10 +157,10 @@ class Verifier(Extension):
         if draft.target.seq_id in self._readers:
             self.companions.leave(draft.target.seq_id)
 
-    # Owners' lives.
+    # Lifecycle of targets.
 
     def forked(self, parent: Sequence, child: Sequence) -> None:
-        """A target has been forked; its companion is, too."""
+        """Fork the companion of a target that has been forked."""
         companion = self.companions.get(parent)
         if companion is None or not is_target(child):
             return
@@ -176,7 +176,7 @@ class Verifier(Extension):
         self.leave(seq_id)
 
     def leave(self, target_id: int) -> None:
-        """A target has lost its blocks, or ended, or its companion is of no use."""
+        """Drop the companion of a target that lost its blocks, ended, or failed to draft."""
         self.tracker.leave(target_id)
         self._drafts.pop(target_id, None)
         if (reader := self._readers.pop(target_id, None)) is not None:

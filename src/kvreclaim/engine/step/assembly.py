@@ -184,7 +184,7 @@ def make_offload(
 
 
 def keeps_snapshots_on_disk(config: EngineConfig, storage: Storage, scheduler: Scheduler[Seq]) -> bool:
-    """Whether compressed prefixes get files, and are found again by the next engine."""
+    """Return whether compressed prefixes get files, and are found again by the next engine."""
     return storage.file is not None and bool(share_bytes(config) and scheduler.snapshots.max_blocks)
 
 
@@ -276,7 +276,7 @@ def private_runner(
 def make_scheduler(
     config: EngineConfig, memory: MemoryManager, preemption: PreemptionCostModel
 ) -> Scheduler[Seq]:
-    """The scheduler that a config asks for."""
+    """Return the scheduler that a config selects."""
     return Scheduler(
         memory,
         max_num_seqs=config.max_num_seqs,

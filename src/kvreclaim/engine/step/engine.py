@@ -101,12 +101,12 @@ def on_own_device(method: Callable[Concatenate[Engine, P], R]) -> Callable[Conca
 
 
 class Engine:
-    """Continuous batching over a paged cache whose compression gives blocks back.
+    """Continuous batching over a paged cache. Compression frees its blocks.
 
     config.num_blocks and config.max_model_len must be set (LLM derives them from the machine).
     features: classes of the features that requests may have (engine/features/)
-    draft: the model that config.speculative_config names, if it names one
-    stats: of the model, from which a coded cache knows how to store keys; None: from the weights
+    draft: the model that config.speculative_config names, if any
+    stats: statistics of the model for the key transform of a coded cache; None: computed from the weights
 
     max_model_len: up to which every request without a compression of its own is served (`bound`)
     longest:       that any request may have
@@ -185,7 +185,7 @@ class Engine:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """Makes grammars of structured outputs, from the first request on that asks for one.
+        """Makes grammars of structured outputs. Created for the first request with one.
 
         Raises: InvalidArgumentError without a tokenizer or an end-of-sequence token.
         """
@@ -202,7 +202,7 @@ class Engine:
 
     @cached_property
     def snapshots(self) -> SnapshotStore:
-        """Keeps compressed prefixes, from the first request on that asks for one."""
+        """Keeps compressed prefixes. Created for the first request with one."""
         return self.extensions.add(
             make_snapshots(self.config, self.storage, self.lifecycle, self.tiers, self._state_copies)
         )
@@ -215,8 +215,8 @@ class Engine:
 
     @cached_property
     def verifier(self) -> Verifier:
-        """Drafts from compressed caches, from the first request on that asks for it. Its companions share the
-        pool with everybody, or have it for themselves, where full caches lie in host memory."""
+        """Drafts from compressed caches. Created for the first request in verify mode. Its companions share
+        the pool with all sequences, or have it alone where full caches are in host memory."""
         runner, compression = self.runner, self.compression
         if self.device_cache is not None:
             runner, compression = private_runner(
@@ -242,19 +242,19 @@ class Engine:
         return next(each for each in self.factory.features if isinstance(each, kind))
 
     @on_own_device
-    def bound(self, compressor: Compressor | None, said: int | None) -> None:
-        """Lower max_model_len to what the pool holds of every sequence under this compression, which requests
-        have that bring none. said: max_model_len as the caller gave it
+    def bound(self, compressor: Compressor | None, requested: int | None) -> None:
+        """Lower max_model_len to the tokens that the pool holds of a sequence under the default compression.
+        requested: max_model_len as the caller passed it
 
-        Raises: InvalidArgumentError if the pool cannot hold what was said, or not a single token.
+        Raises: InvalidArgumentError if the pool cannot hold `requested` tokens, or not a single one.
         """
         footprint = footprint_of(divided(compressor)[1], self.config, [], self.groups)
         longest = self.loaded.facts.max_position
-        self.max_model_len = bounded_by_pool(footprint, self.limits, given=said, longest=longest)
+        self.max_model_len = bounded_by_pool(footprint, self.limits, given=requested, longest=longest)
         self.runner.expect(compressor)
 
     def cold_bytes(self) -> int:
-        """Host memory that evicted tokens take, of all sequences."""
+        """Return the bytes of host memory that evicted tokens of all sequences take."""
         return 0 if self.recalls is None else self.recalls.pool.bytes_in_use
 
     def tier_stats(self) -> TierStats | None:
@@ -284,7 +284,7 @@ class Engine:
     @on_own_device
     def reset_prefix_cache(self, *, external: bool = True) -> None:
         """Forget every prefix, compressed ones included; running sequences keep their blocks. external: also
-        what host and disk have, on disk soon (`tiers.is_clearing`) and for good."""
+        those of host and disk. The files are deleted soon (`tiers.is_clearing`)."""
         self.scheduler.snapshots.clear()
         if self.tiers is None:
             self.memory.reset_prefix_cache()
@@ -293,12 +293,12 @@ class Engine:
 
     @on_own_device
     def close(self) -> None:
-        """Write what is on its way to disk and let go of the file; to be called when all has ended."""
+        """Finish writes to disk and release the file. Call it when all requests have ended."""
         for extension in self.extensions.ordered:
             extension.close()
 
     def block_holders(self) -> dict[int, tuple[str, ...]]:
-        """Block to the requests whose running sequences hold it, a request once for each of them."""
+        """Map each block to the requests with running sequences that hold it, once per sequence."""
         found: dict[int, list[str]] = {}
         for seq in self.scheduler.running:
             for block in self.memory.blocks(seq.seq_id):
@@ -314,7 +314,7 @@ class Engine:
         options: Iterable[object] = (),
         **given: Any,
     ) -> Request:
-        """`add` of a RequestSpec. given: its other fields, and fields of further options by name"""
+        """Add a RequestSpec. given: its other fields, and fields of further options by name"""
         more = take_options(map(type, self.factory.features), given)
         spec = RequestSpec(
             request_id=request_id,
@@ -331,8 +331,8 @@ class Engine:
     ) -> Request:
         """Queue a request.
 
-        compressor: what spec.compression stands for
-        parent:     the request on whose behalf this one is computed
+        compressor: made from spec.compression
+        parent:     the request that needs the result of this one
 
         Raises: InvalidArgumentError, RequestTooLongError. A refused request leaves no trace.
         """

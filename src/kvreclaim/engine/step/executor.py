@@ -1,4 +1,4 @@
-"""One step's forward pass: computed, and what is committed of it."""
+"""Compute one step's forward pass and commit its tokens."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class StepExecutor:
         self.runner, self.lifecycle, self.outputs = runner, lifecycle, outputs
 
     def compute(self, plan: StepPlan, step: list[Scheduled]) -> CheckedLogits | None:
-        """The step's logits, checked; None if no sequence has any.
+        """Return the step's checked logits; None if no sequence has any.
 
-        Blocks are prepared once, in steps without rows, too: a preempted sequence may leave blocks to be
-        moved. If that fails, what the blocks hold is unknown, and every request of the step ends.
+        Blocks are prepared once, also in steps without rows, because a preempted sequence may leave blocks to
+        be moved. If that fails, the blocks' contents are unknown, and every request of the step ends.
         """
         try:
             self.runner.prepare(plan)
@@ -38,35 +38,35 @@ class StepExecutor:
         if not step:
             return None
         try:
-            logits, wanted = self.runner.forward(step)
+            logits, positions_by_item = self.runner.forward(step)
         except Exception as error:
             if len(step) == 1 and not step[0].row.num_drafts:
                 self.lifecycle.fail(step[0].seq.request, error, "computing")
                 return None
             logger.exception("a forward pass of %d sequences failed; running each alone", len(step))
-            step, logits, wanted = self._forward_each([item.without_drafts() for item in step])
-        return self.outputs.check_logits(step, logits, wanted) if step else None
+            step, logits, positions_by_item = self._forward_each([item.without_drafts() for item in step])
+        return self.outputs.check_logits(step, logits, positions_by_item) if step else None
 
     def _forward_each(self, step: list[Scheduled]) -> tuple[list[Scheduled], torch.Tensor, list[range]]:
-        """Find out whose fault it is: nothing has been committed, so every sequence can be tried once more,
-        without its drafts, which may be to blame.
+        """Isolate a failure. Nothing has been committed, so every sequence is tried once more alone, without
+        its drafts, which may be the cause.
 
-        Returns: those that can be computed, and what forward would have returned for them.
+        Returns: the items that can be computed, and the results of forward for them.
         """
         done: list[Scheduled] = []
         rows: list[torch.Tensor] = []
-        wanted: list[range] = []
+        positions_by_item: list[range] = []
         for item in step:
             if item.seq.finish_reason is None:
                 with self.lifecycle.contained(item.seq.request, "computing"):
                     logits, positions = self.runner.forward([item])
                     done.append(item)
-                    rows.append(logits.clone())  # CUDA graphs write into the same place again
-                    wanted += positions
-        return done, torch.cat(rows) if rows else torch.empty(0), wanted
+                    rows.append(logits.clone())  # CUDA graphs overwrite their output buffer
+                    positions_by_item += positions
+        return done, torch.cat(rows) if rows else torch.empty(0), positions_by_item
 
     def commit(self, plan: StepPlan, checked: CheckedLogits | None) -> None:
-        """Tell the scheduler which tokens have been computed, and which drafts stand."""
+        """Report the computed tokens and the accepted drafts to the scheduler."""
         sound = () if checked is None else checked.sound
         stand = {} if checked is None else self.outputs.accept_drafts(checked)
         computed = () if checked is None else tuple([seq.seq_id for seq in checked.sequences])
@@ -93,8 +93,8 @@ class StepExecutor:
                 self.lifecycle.fail(self.lifecycle.sequences[seq_id].request, error, "recording signals of")
 
     def _note_computed(self, item: Scheduled, *, has_begun: bool) -> None:
-        """Figures of a sequence whose tokens have just been committed. Its prompt is pinned when it is there,
-        and anew when it is there again. has_begun: in this step, maybe with all of its prompt."""
+        """Update figures of a sequence after its tokens were committed. Its prompt is pinned whenever it has
+        been computed. has_begun: the sequence was admitted in this step, maybe with all of its prompt."""
         seq, request = item.seq, item.seq.request
         if seq.finish_reason is not None:
             return

@@ -1,4 +1,4 @@
-"""From a step's logits to tokens, scores and log-probabilities; then the due passes."""
+"""Turn a step's logits into tokens, scores and log-probabilities, then run the due passes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from kvreclaim.schedule import Pass
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckedLogits:
-    """A step whose logits have been checked at.
+    """The logits of a step after the check for finite numbers.
 
     best:  the argmax of each row
-    sound: items whose rows are all numbers, with the positions and the rows of logits that they own
+    sound: items with finite rows, with their positions and their rows of logits
     sequences: of these items
     """
 
@@ -39,9 +39,9 @@ class CheckedLogits:
 
 
 class OutputProcessor:
-    """Gives each sequence what its rows of the logits say. A failure ends its own request only.
+    """Gives each sequence the tokens, scores and passes of its rows. A failure ends its own request only.
 
-    passes: that happened since the engine last took them
+    passes: since the engine last took them
     """
 
     def __init__(self, lifecycle: Lifecycle, compression: CompressionPass) -> None:
@@ -53,29 +53,29 @@ class OutputProcessor:
         self._eos_token_ids = lifecycle.loaded.eos_token_ids
 
     def take_passes(self) -> list[tuple[Request, Pass[int]]]:
-        """Passes since the last call."""
+        """Return the passes since the last call."""
         passes, self.passes = self.passes, []
         return passes
 
-    def check_logits(self, step: list[Scheduled], logits: Tensor, wanted: list[range]) -> CheckedLogits:
-        """Before anything is made of a step: who has numbers for logits. The requests of the others end, and
-        nothing that their blocks hold is found by prefix any more.
+    def check_logits(self, step: list[Scheduled], logits: Tensor, owned: list[range]) -> CheckedLogits:
+        """Check that logits are finite before they are used. Requests with others end, and their blocks leave
+        the prefix index.
 
-        logits: [rows, V]; wanted: for each item the token positions whose rows it owns, in order, or none and
-                one row that is only checked at
+        logits: [rows, V]; owned: per item the positions of its rows, in order. An item without positions has
+                one row, which is only checked
         """
         best = logits.max(-1)  # one pass: a NaN anywhere in a row is its maximum
-        seen, sound, row = torch.stack((best.values.isfinite(), best.indices)).tolist(), [], 0  # one wait
-        finite = seen[0]
+        finite, argmax = torch.stack((best.values.isfinite(), best.indices)).tolist()  # one wait
+        sound, row = [], 0
         is_sound = all(finite)
-        for item, positions in zip(step, wanted, strict=True):
+        for item, positions in zip(step, owned, strict=True):
             rows = slice(row, row + (len(positions) or 1))
             row = rows.stop
             if item.seq.finish_reason is not None:
                 continue
             if is_sound:
                 sound.append((item, positions, rows))
-            elif item.row.num_drafts and finite[rows.start]:  # behind a wrong guess there may be anything
+            elif item.row.num_drafts and finite[rows.start]:  # rows after a wrong draft may be invalid
                 end = next((at for at in range(rows.start, rows.stop) if not finite[at]), rows.stop)
                 sound.append((item, positions, slice(rows.start, end)))
             elif all(finite[rows]):
@@ -84,13 +84,13 @@ class OutputProcessor:
                 error = ValueError("the model's logits are not finite numbers (NaN or infinite)")
                 self.lifecycle.invalidate(item.seq.request)
                 self.lifecycle.fail(item.seq.request, error, "computing")
-        return CheckedLogits(logits, seen[1], sound, [item.seq for item, _, _ in sound])
+        return CheckedLogits(logits, argmax, sound, [item.seq for item, _, _ in sound])
 
     def accept_drafts(self, checked: CheckedLogits) -> dict[int, int]:
-        """Before the step's tokens are committed: for those that computed drafts draw what comes behind each
-        of their tokens, as long as the drafts say the same: the tokens that they would have drawn without.
+        """Verify drafts, before the step's tokens are committed. For each sequence with drafts, draw the
+        token after each of its tokens, up to the first draft that differs.
 
-        Returns: by seq_id, how many of its row's tokens stand; those that have ended end in `process`.
+        Returns: accepted tokens of its row by seq_id. Sequences that have ended end in `process`.
         """
         items: list[tuple[Scheduled, slice]] = []
         stand: dict[int, int] = {}
@@ -103,14 +103,14 @@ class OutputProcessor:
         for depth in itertools.count():
             if not items:
                 break
-            asks = []
+            sample_rows = []
             for item, rows in items:
                 with self.lifecycle.contained(item.seq.request, "asking for a token of"):
-                    asks.append((item, rows, item.seq.sample_row(self._eos_token_ids)))
-            places = [rows.start + depth for _, rows, _ in asks]
-            drawn = draw(checked.logits, checked.best, places, [ask for _, _, ask in asks])
+                    sample_rows.append((item, rows, item.seq.sample_row(self._eos_token_ids)))
+            places = [rows.start + depth for _, rows, _ in sample_rows]
+            drawn = draw(checked.logits, checked.best, places, [each for _, _, each in sample_rows])
             items = []
-            for (item, rows, _), each in zip(asks, drawn, strict=True):
+            for (item, rows, _), each in zip(sample_rows, drawn, strict=True):
                 if item.seq.finish_reason is None:
                     stand[item.seq.seq_id] = depth + 1
                     if self._agrees(item, depth, each) and rows.start + depth + 1 < rows.stop:
@@ -121,7 +121,7 @@ class OutputProcessor:
         return stand
 
     def _agrees(self, item: Scheduled, depth: int, drawn: SampledToken | Exception) -> bool:
-        """Take a token. Whether the sequence goes on, and its next draft is this token."""
+        """Append a token. Return whether the sequence goes on, and its next draft is this token."""
         seq = item.seq
         if isinstance(drawn, Exception):
             if _may_end(seq, drawn):
@@ -138,8 +138,8 @@ class OutputProcessor:
         return False
 
     def process(self, checked: CheckedLogits) -> None:
-        """After the step's tokens have been committed: draw, score, and compress who is due, those first that
-        others are going to share blocks with."""
+        """Draw, score, and compress due sequences, after the step's tokens have been committed. Sequences
+        that are about to share blocks are compressed first."""
         ended, self._ended = self._ended, []
         for seq, reason in ended:
             if seq.finish_reason is None:
@@ -179,21 +179,21 @@ class OutputProcessor:
                         self.lifecycle.fail(seq.request, error, "processing")
 
     def _fork_beams(self, sequences: list[Sequence]) -> None:
-        """Fork the beams of sequences that have come to where their followers part."""
+        """Fork the beams of sequences at the token where their followers diverge."""
         for seq in sequences:
             if seq.followers and seq.num_computed == seq.fork_at and seq.finish_reason is None:
                 with self.lifecycle.contained(seq.request, "forking the beams of"):
                     self.branches.fork_followers(seq)
 
     def _search(self, searches: list[tuple[Request, Beams]]) -> None:
-        """The next beams of requests all of whose beams have been computed; others keep what they have."""
+        """Choose the next beams of requests with all beams computed. Others keep the rows they have."""
         ready = []
         for request, beams in searches:
             if request.finished:
                 continue
             if all(seq.seq_id in beams.rows for seq in request.sequences):
                 ready.append((request, beams))
-            else:  # the logits' place may be written again
+            else:  # the logits' buffer may be overwritten
                 beams.rows = {seq_id: row.clone() for seq_id, row in beams.rows.items()}
         for request, beams in ready:
             if not request.finished:
@@ -255,7 +255,7 @@ class OutputProcessor:
         return CompactionJob(seq, seq.request.compressor, plan)
 
     def _note_prompt(self, seq: Sequence, positions: range, logits: Tensor) -> None:
-        """The prompt tokens that these positions predict; logits [len(positions), V]."""
+        """Report the prompt tokens that these positions predict; logits [len(positions), V]."""
         request = seq.request
         known, num_top = request.prompt_logprobs, request.params.prompt_logprobs
         assert known is not None, f"request {request.request_id} did not ask"
@@ -269,7 +269,7 @@ class OutputProcessor:
                 seq.max_prefix_hit = None
 
     def _score(self, seq: Sequence, positions: range, logits: Tensor) -> None:
-        """The continuation tokens that these positions predict; logits [len(positions), V]."""
+        """Score the continuation tokens that these positions predict; logits [len(positions), V]."""
         scores = seq.request.scores
         assert scores is not None, f"request {seq.request.request_id} is not scored"
         with self.lifecycle.contained(seq.request, "scoring"):
@@ -279,8 +279,8 @@ class OutputProcessor:
                 self.lifecycle.end(seq, "length")
 
     def _draw(self, draws: list[tuple[Sequence, int]], logits: Tensor, best: list[int]) -> None:
-        """One token for each sequence; a sequence that waits for its fork draws one for each sibling."""
-        outputs: list[tuple[Sequence, int, int | None]] = []  # with the argmax, or the place in `sampled`
+        """Draw one token per sequence. A sequence that waits for its fork draws one for each sibling."""
+        outputs: list[tuple[Sequence, int, int | None]] = []  # with the argmax and the index in `sampled`
         rows: list[int] = []
         sampled: list[SampleRow] = []
         for seq, row in draws:
@@ -302,7 +302,7 @@ class OutputProcessor:
                 self._take_token(seq, token if place is None else drawn[place])
 
     def _with_forks(self, seq: Sequence) -> list[Sequence]:
-        """A sequence whose prompt is complete now, and its forks: all draw from its row."""
+        """Return a sequence with a complete prompt, and its forks, which all draw from its row."""
         return [seq, *self.branches.fork(seq)] if seq.finish_reason is None else []
 
     def _take_token(self, seq: Sequence, drawn: int | SampledToken | Exception) -> None:
@@ -319,7 +319,7 @@ class OutputProcessor:
             self.lifecycle.fail(seq.request, error, "taking a token of")
 
     def _append_token(self, seq: Sequence, drawn: int | SampledToken) -> FinishReason | None:
-        """Append a token. Returns: why the output ends with it; None: it goes on."""
+        """Append a token. Returns: the reason why the output ends with it; None if it goes on."""
         request, params = seq.request, seq.request.spec.params
         token = drawn if isinstance(drawn, int) else drawn.token
         if not isinstance(drawn, int) and drawn.logprobs is not None:
@@ -351,6 +351,6 @@ class OutputProcessor:
 
 
 def _may_end(seq: Sequence, drawn: Exception) -> bool:
-    """Whether an output for which no token was drawn is one that its grammar takes as it is: min_tokens or
-    bad_words bar all that could follow."""
+    """Return whether the grammar accepts an output for which no token was drawn. min_tokens or bad_words then
+    bar all tokens that could follow."""
     return isinstance(drawn, InvalidArgumentError) and seq.matcher is not None and seq.matcher.is_accepting()

@@ -164,8 +164,8 @@ def output_limit(
     may_end_early: bool,
 ) -> int:
     """Tokens, prompt included, at which outputs end with reason "length": max_tokens or max_model_len,
-    whichever comes first; without max_tokens, or where outputs may end early, what the whole pool can hold of
-    one sequence, if that is less.
+    whichever comes first. Without max_tokens, or where outputs may end early, the limit is at most what the
+    whole pool holds of one sequence.
 
     Raises: RequestTooLongError if the pool cannot hold max_tokens.
     """
@@ -185,7 +185,7 @@ def output_limit(
 
 
 def _lacks(excess: int, footprint: Footprint, config: EngineConfig) -> str:
-    """Say how many blocks are needed and how many there are."""
+    """Describe the slots that are needed and those that the pool has."""
     assert config.num_blocks is not None, "the engine's limits are set"
     capacity = config.num_blocks * config.block_size
     windows = ", which windows take some of" if footprint.windows else ""
@@ -196,7 +196,7 @@ def _lacks(excess: int, footprint: Footprint, config: EngineConfig) -> str:
 
 
 def _remedies(footprint: Footprint, config: EngineConfig) -> tuple[str, ...]:
-    """Remedies that let the pool hold longer sequences."""
+    """Return remedies that let the pool hold longer sequences."""
     if config.full_cache_host_size:
         return ("raise full_cache_host_size",)
     more = "raise num_blocks or kv_memory_fraction"

@@ -1,4 +1,4 @@
-"""A request whose full cache says the answer, and what drafts for it."""
+"""Verify mode of a request: its full cache gives the answer, a compressed one drafts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def verify_of(
     prompt: list[int],
     num_tokens: int,
 ) -> Verify:
-    """Settings of verify mode for a request. num_tokens: most tokens it will have. Raises:
+    """Return the settings of verify mode for a request. num_tokens: most tokens it will have. Raises:
     InvalidArgumentError."""
     footprint = footprint_of(drafting, config, prompt, groups)
     check_blocks(footprint, drafting.policy.name)
@@ -33,8 +33,8 @@ def verify_of(
 
 
 def budgets_of(compressor: Compressor, num_tokens: int) -> tuple[int, ...]:
-    """Steps of a budget that chooses itself, up to the first that holds so many tokens; none where it is
-    given."""
+    """Return the steps of an automatic budget, up to the first that holds num_tokens; none for a fixed
+    budget."""
     config = compressor.config
     if not config.auto_budget:
         return ()

@@ -83,7 +83,7 @@ class ReusedChunks(RequestFeature):
     def _add_child(
         self, name: str, tokens: list[int], params: SamplingParams, parent: Request, trial: Reuse | None
     ) -> Request:
-        """Queue a request that another one waits for, as urgently, for the same tenant."""
+        """Queue a request that another one waits for, with the same priority and tenant."""
         spec = RequestSpec(
             request_id=name,
             prompt_token_ids=tokens,

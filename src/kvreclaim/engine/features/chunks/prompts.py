@@ -61,9 +61,9 @@ def prove_turning(loaded: LoadedModel, facts: ModelFacts) -> None:
 
 
 class ChunkedPrompts(Extension):
-    """Requests whose chunks are computed, each alone, before they themselves are queued, and then reused.
+    """Computes the chunks of requests, each alone, before it queues the requests, which reuse them.
 
-    add: queues a request on behalf of another: (request id, tokens, params, parent, reuse or None)
+    add: queues a request for another one: (request id, tokens, params, parent, reuse or None)
     """
 
     rank = 10
@@ -85,10 +85,10 @@ class ChunkedPrompts(Extension):
         self._is_proven = False
 
     def reuse_of(self, tokens: list[int], chunks: Chunks, salt: str | None) -> Reuse | None:
-        """The parts of a prompt that can be reused; None where nothing can: the first chunk is what any
-        prompt begins with, and one of a block or less has no whole block behind its first token.
+        """Return the parts of a prompt that can be reused, or None. The first chunk is served by the prefix
+        cache instead. A chunk of a block or less has no whole block after its first token.
 
-        Raises: InvalidArgumentError for a model whose keys cannot be turned.
+        Raises: InvalidArgumentError for a model with keys that cannot be rotated.
         """
         chunks.check(len(tokens))
         size = self.memory.block_size
@@ -108,11 +108,11 @@ class ChunkedPrompts(Extension):
         return Reuse(tuple(sources), anew)
 
     def begin(self, request: Request, how: ChunkReuse) -> None:
-        """Compute what the request's chunks lack; it is queued in a later step."""
+        """Compute the missing chunks of a request, which is queued in a later step."""
         self._making.append((request, self._made(request, how)))
 
     def begin_step(self) -> None:
-        """Requests whose chunks are there go on, and are queued in the end."""
+        """Continue requests with finished chunks, and queue those with all of them."""
         waiting = []
         for request, steps in self._making:
             with self.lifecycle.contained(request, "preparing the chunks of"):
@@ -121,7 +121,7 @@ class ChunkedPrompts(Extension):
         self._making = waiting
 
     def expand(self, step: list[Scheduled]) -> list[Scheduled]:
-        """Copy what the step reuses; what is computed anew goes in runs."""
+        """Copy the tokens that the step reuses, and split the others into runs."""
         self._scout = None
         reusing = [item for item in step if has_chunks(item)]
         for item in reusing:

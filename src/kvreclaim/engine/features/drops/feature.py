@@ -23,8 +23,8 @@ from kvreclaim.schedule.budget.drops import Drop, Drops, joined
 class DroppedSpans:
     """Spans to drop.
 
-    drop_spans: (first, last + 1) of prompt tokens whose keys and values leave the cache
-    drop_at:    they leave before the token at this position is computed; None: before the prompt's last one
+    drop_spans: (first, last + 1) of prompt tokens to drop from the cache
+    drop_at:    drop them before the token at this position is computed; None: before the prompt's last one
     """
 
     drop_spans: Sequence[tuple[int, int]] | None = None
@@ -32,7 +32,7 @@ class DroppedSpans:
 
 
 class SpanDrops(RequestFeature):
-    """Whole blocks within the spans return to the pool."""
+    """Frees whole blocks within the spans."""
 
     option = DroppedSpans
     prompt_keys: ClassVar = {"drop_spans": object, "drop_at": object}

@@ -1,4 +1,4 @@
-"""Updates positions and signals after a sequence has dropped blocks."""
+"""Update positions and signals after a sequence has dropped blocks."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kvreclaim.schedule.budget.drops import Drop
 
 @torch.inference_mode()
 def follow_drop(context: PassContext, seq: Sequence, done: Drop) -> None:
-    """Positions and signals of a sequence whose table has dropped these entries."""
+    """Update positions and signals of a sequence after its table has dropped entries."""
     size, device, compressor = context.cache.block_size, context.cache.device, seq.request.compressor
     seq.cell_cache = None
     stays = torch.ones(done.num_tokens, dtype=torch.bool)
     for entry in done.entries:
         stays[entry * size : (entry + 1) * size] = False
     kept = stays.nonzero()[:, 0].to(device)
-    asked = compressor is not None and Signal.POSITIONS in compressor.policy.needs
+    needs_positions = compressor is not None and Signal.POSITIONS in compressor.policy.needs
     if compressor is not None and compressor.eviction_method.uneven:
-        if asked:
+        if needs_positions:
             _follow_heads(context, seq, stays, done.num_tokens)
-    elif asked or any(layer.softmax.window is not None for layer in context.facts.layers):
+    elif needs_positions or any(layer.softmax.window is not None for layer in context.facts.layers):
         layers = range(context.cache.num_layers)
         known = [context.signals.positions(seq, layer, done.num_tokens) for layer in layers]
         seq.state.slot_positions = torch.stack(known)[..., kept]
@@ -34,13 +34,13 @@ def follow_drop(context: PassContext, seq: Sequence, done: Drop) -> None:
 
 
 def _follow_heads(context: PassContext, seq: Sequence, stays: Tensor, num_tokens: int) -> None:
-    """Heads have other tokens of the last pass, and the same ones since, of which some have gone."""
+    """Update positions by head. Tokens since the last pass, which include the dropped ones, are shared."""
     state, cache, end = seq.state, context.cache, seq.num_computed
     lengths = head_lengths(state.cells, num_tokens, cache)
     before = state.head_positions
     if before is None:
         before = HeadRows.empty(lengths.shape, torch.int32, cache.device)
-    new = lengths - before.counts  # all heads have these alike, and what has gone is among them
+    new = lengths - before.counts
     num_new = int(new.max())
     positions = torch.arange(end - num_new, end, dtype=torch.int32)[stays[num_tokens - num_new :]]
     counts = new - num_new + len(positions)

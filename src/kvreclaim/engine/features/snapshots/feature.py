@@ -1,4 +1,4 @@
-"""Compressed prefixes that later requests begin with: of a prompt (compress_prompt_at), of a conversation."""
+"""Compressed prefixes for later requests: of a prompt (compress_prompt_at), of a conversation."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from kvreclaim.refusals import Feature
 from kvreclaim.schedule import EvictionMethod, Footprint
 
 MOST_OPENING = 16
-"""Tokens that a chat template writes at most to open an answer."""
+"""Most tokens that a chat template writes to open an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotUse:
-    """Which compressed prefixes a request keeps and begins with.
+    """The compressed prefixes that a request keeps and begins with.
 
     compress_prompt_at: n: compress the first n prompt tokens at once, and keep the result for requests with
                   the same tokens, compression and n
-    conversation_snapshots: whether the request begins with what earlier turns of its conversation have left
-                  after compression, and keeps what it leaves for the next turn; None: as the engine is set
-    is_rewritten: the next turn's prompt may have the answer in other tokens; what is left of this prompt is
-                  kept as well then
+    conversation_snapshots: whether the request begins with the compressed prefix of earlier turns of its
+                  conversation, and keeps its own for the next turn; None: the engine's default
+    is_rewritten: whether the next turn's prompt may have the answer in other tokens; if so, the compressed
+                  prompt is kept as well
     """
 
     compress_prompt_at: int | None = None
@@ -40,7 +40,7 @@ class SnapshotUse:
 
 
 class PromptSnapshots(RequestFeature):
-    """Sets which snapshots a sequence begins with and keeps; `Engine.snapshots` stores them."""
+    """Sets the snapshots that a sequence begins with and keeps. `Engine.snapshots` stores them."""
 
     option = SnapshotUse
     prompt_keys: ClassVar = {"compress_prompt_at": object, "conversation_snapshots": bool}
@@ -73,7 +73,7 @@ class PromptSnapshots(RequestFeature):
         has_turns = self._has_turns(request, option, seq.footprint)
         if not at and not has_turns:
             return
-        _ = self._engine.snapshots  # from now on
+        _ = self._engine.snapshots  # creates the store
         salt = prefix_salt(request.spec.cache_salt, None, request.sparse_prefill)
         if has_turns and option.is_rewritten:
             least = 0 if seq.footprint.drops is None else seq.footprint.drops.at
@@ -86,16 +86,15 @@ class PromptSnapshots(RequestFeature):
             seq.lineage = replace(known, has_past=True)
 
     def _has_turns(self, request: Request, option: SnapshotUse, footprint: Footprint) -> bool:
-        """Whether a request begins with what earlier turns of its conversation have left, and keeps what it
-        leaves: one that evicts tokens again and again, or drops some, and computes every token of its prompt
-        in the usual way."""
-        is_wanted, config = option.conversation_snapshots, self._engine.config
-        if is_wanted is None:
-            is_wanted = config.conversation_snapshots and request.scores is None
+        """Return whether a request uses and keeps snapshots of its conversation. It must evict tokens
+        repeatedly or drop spans, and compute its whole prompt with dense attention."""
+        is_enabled, config = option.conversation_snapshots, self._engine.config
+        if is_enabled is None:
+            is_enabled = config.conversation_snapshots and request.scores is None
         only_drops = footprint.drops is not None and footprint.eviction_method is EvictionMethod.KEEP
         special = (request.beams, request.reuse, request.parent, request.sparse_prefill)
         return (
-            is_wanted
+            is_enabled
             and config.enable_prefix_caching
             and self._engine.scheduler.snapshots.max_blocks > 0
             and (footprint.bounded or only_drops)

@@ -1,4 +1,4 @@
-"""Finds out from the end of a prompt whether its answer begins inside reasoning."""
+"""Find out from the end of a prompt whether its answer begins inside reasoning."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from kvreclaim.parsers.thinking import ThinkFormat, ThinkSpan
 
 
 def prompt_end(tokenizer: Tokenizer, form: ThinkFormat, prompt_token_ids: list[int]) -> str:
-    """Return the text behind a prompt's last control token that is no marker of reasoning.
+    """Return the text after a prompt's last control token that is not a marker of reasoning.
 
-    It holds what the template opens the answer with, or a message that is continued, and no user's text: a
-    turn begins with a control token. Where a template has none, it is the whole prompt.
+    It is the template's opening of the answer, or a continued message. It has no user's text, because turns
+    begin with a control token. Without control tokens it is the whole prompt.
     """
     markers = form.opening, form.closing
     bounds = {
@@ -30,7 +30,7 @@ def think_span(
     prompt_token_ids: list[int],
     tool_parser: str | None = None,
 ) -> ThinkSpan | None:
-    """The span of the answer's reasoning as a parser finds it; None without one.
+    """Return the span of the answer's reasoning for a parser; None without one.
 
     tool_parser: of the calls that the answer may have
     """
@@ -41,7 +41,7 @@ def think_span(
 
 
 def span_by_template(tokenizer: Tokenizer | None, prompt_token_ids: list[int]) -> ThinkSpan | None:
-    """The same, as the tokenizer's chat template shows it."""
+    """Return the span of the answer's reasoning for the parser that fits the chat template."""
     if tokenizer is None:
         return None
     return think_span(tokenizer, reasoning_parser_of(str(tokenizer.chat_template or "")), prompt_token_ids)

@@ -1,4 +1,4 @@
-"""Where an output stands in its reasoning: how many tokens it has, and when a budget ends it."""
+"""Track the reasoning of an output: its number of tokens, and its end by a budget."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What vLLM loads by name: the plugin, the scheduler, the workers, and calibration in its own process."""
+"""Modules that vLLM loads by name: plugin, scheduler, workers, and calibration in its own process."""

@@ -30,7 +30,7 @@ REMEDY = f"leave {CENTRED} out"
 
 
 class CentringHooks:
-    """Over a vLLM worker. vLLM's own comes first."""
+    """Mixin of a vLLM worker. Each hook calls vLLM's own method first."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Raises: UnsupportedVllmError, UnsupportedModelError, InvalidArgumentError, StatsMismatchError."""

@@ -32,10 +32,9 @@ NOT_PROBED = "it is looked for only where query statistics are given: set stats"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Described:
-    """Facts of the heads that this rank holds, in the layers that are compressed, and their statistics on its
-    device, where some were given.
+    """Facts of this rank's heads in the compressed layers, and their statistics on its device, if given.
 
-    facts.fingerprint: of the whole model; "" where no statistics were given, for then nothing is verified
+    facts.fingerprint: of the whole model; "" without statistics, since nothing is verified then
     """
 
     facts: ModelFacts
@@ -59,7 +58,7 @@ class RotatedFacts:
 def rotated_facts(runner: Any, layers: Sequence[Any], remedy: str) -> RotatedFacts:
     """Run the loaded model on one token to find its layers' rotation. All ranks have to call it together.
 
-    remedy: what to do where that fails
+    remedy: end of the error message
 
     Raises: UnsupportedModelError.
     """
@@ -140,7 +139,7 @@ def _load(options: Options, whole: ModelFacts, rank: int) -> QueryStats:
 
 @contextmanager
 def naming_node(rank: int) -> Iterator[None]:
-    """Every node reads its own copy of a file, so an error names the node."""
+    """Add the node to an error, because every node reads its own copy of a file."""
     try:
         yield
     except (InvalidArgumentError, StatsMismatchError) as error:

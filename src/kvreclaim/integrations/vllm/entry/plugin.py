@@ -37,8 +37,8 @@ def register() -> None:
 
 
 def _relax_pool_check() -> None:
-    """Lower what vLLM's check at start takes a compressed request to hold. Where that check is missing, the
-    check of signatures refuses once compression is enabled."""
+    """Lower the blocks that vLLM's check at start counts for a compressed request. If that check is missing,
+    the check of signatures refuses once compression is enabled."""
     from kvreclaim.integrations.vllm.settings import family
 
     check = family.find_family().pool_check
@@ -63,7 +63,7 @@ def _relaxed(original: Callable[..., Any], module: Any, per_block: str) -> Calla
 
 
 def _configuring(original: Callable[..., Any]) -> Callable[..., Any]:
-    """EngineArgs.create_engine_config: every front end makes its configuration here."""
+    """Wrap EngineArgs.create_engine_config, which makes the configuration of every front end."""
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = original(self, *args, **kwargs)

@@ -43,7 +43,7 @@ MAX_OFFSETS = 17
 
 
 class WorkerHooks(CentringHooks):
-    """Over a vLLM worker. Every hook calls vLLM's own first."""
+    """Mixin of a vLLM worker. Every hook calls vLLM's own method first."""
 
     reclaim: Applier | None = None
 
@@ -55,8 +55,8 @@ class WorkerHooks(CentringHooks):
         signatures.check_worker(worker.model_runner)
 
     def determine_available_memory(self) -> int:
-        """On a GPU less what a pass needs for a moment, which vLLM's profile does not see. A pool whose bytes
-        the operator has set stays as it is."""
+        """Subtract a pass's temporary memory on a GPU, which vLLM's profile does not include. A pool size
+        that the operator has set is unchanged."""
         available = int(super().determine_available_memory())  # type: ignore[misc]
         worker: Any = self
         if worker.device.type == "cpu" or worker.cache_config.kv_cache_memory_bytes:
@@ -88,7 +88,7 @@ class WorkerHooks(CentringHooks):
             self.reclaim.rehearse()
 
     def _kind(self, options: Options, rows: Any) -> Callable[..., Applier]:
-        """What makes the applier that this engine's options need, of Applier's arguments."""
+        """Return the class of applier that this engine's options need."""
         worker: Any = self
         if options.snapshots:
             from kvreclaim.integrations.vllm.worker.kept_states import SnapshotApplier
@@ -111,7 +111,7 @@ class WorkerHooks(CentringHooks):
         return partial(DraftedApplier, DrafterApplier(options, facts, found.views, rows))
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """The seconds of passes go back with the output."""
+        """Return vLLM's output with the seconds of passes."""
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         applier = self.reclaim
         if applier is not None and (carrier := worker_side.carrier(output)) is not None:
@@ -121,7 +121,7 @@ class WorkerHooks(CentringHooks):
         return output
 
     def kvreclaim_trace(self, on: bool) -> None:
-        """Record which positions passes keep, of requests whose first pass is still to come."""
+        """Start or stop recording the positions that passes keep, for requests without a pass so far."""
         applier = self._applier()
         applier.trace = PassTrace(Positions(applier.shape, torch.device("cpu"))) if on else None
 
@@ -132,7 +132,7 @@ class WorkerHooks(CentringHooks):
         return [] if trace is None else trace.take()
 
     def kvreclaim_figures(self) -> dict[str, float]:
-        """Sums since the start, of this worker."""
+        """Return this worker's totals since the start."""
         return asdict(self._applier().figures)
 
     def _applier(self) -> Applier:
@@ -188,7 +188,7 @@ def _scratch(worker: Any) -> int:
 
 
 def _kept_signals(worker: Any, available: int) -> int:
-    """Bytes, of those that are there for the pool, that hooks on layers keep beside it."""
+    """Return the bytes that hooks on layers keep, of those available for the pool."""
     config, model, parallel = worker.vllm_config, worker.model_config, worker.parallel_config
     return signal_bytes(
         Options.of_config(config).settings.make_policy(),
@@ -209,7 +209,7 @@ def scratch_bytes(
     num_tokens: int,
     num_queries: int = 0,
 ) -> int:
-    """Bytes that compressing num_tokens live tokens takes at its peak, beside the cache, on one worker.
+    """Return the peak bytes of compressing num_tokens live tokens on one worker, without the cache.
 
     Scoring a layer: three copies of a batch of logits; keys, values and the keys' squares in fp32. Choosing:
     the scores of all layers, once more without the protected tokens, their order and indices. Moving is less.
@@ -223,10 +223,10 @@ def scratch_bytes(
 def cells_bytes(
     *, num_layers: int, num_kv_heads: int, num_tokens: int, block_size: int, num_rows: int
 ) -> int:
-    """Bytes of the tables of unequal heads, on one worker: of a step and of the requests, a pass's move and
-    what making them takes for a moment.
+    """Return the bytes of the tables of unequal heads on one worker: of a step and of the requests, a pass's
+    move, and temporary memory to make them.
 
-    num_tokens: of a head at most; num_rows: requests at once
+    num_tokens: most of a head; num_rows: requests at once
     """
     entries = num_layers * num_kv_heads * num_rows * blocks_for(num_tokens, block_size)
     return 2 * 4 * entries + 24 * MAX_ENTRIES + 4 * MAX_BYTES

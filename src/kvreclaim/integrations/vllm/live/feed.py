@@ -35,7 +35,7 @@ class PluginFeed(Feed):
         self._came.put_nowait(snapshot)
 
     def close(self) -> None:
-        """The engine ends."""
+        """End all feeds when the engine ends."""
         self._dismiss("draining")
         if self._task is not None:
             self._task.cancel()

@@ -82,7 +82,7 @@ class PageApp:
 
 
 class PageProtocol(H11Protocol):
-    """uvicorn's, with the limits that it lacks."""
+    """uvicorn's protocol with limits on connections."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -122,7 +122,7 @@ class PageProtocol(H11Protocol):
             self._refuse(HTTPStatus.REQUEST_TIMEOUT, f"no whole request came in {HEAD_S:.0f} s.")
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
-        """Answer what never became a request, and close."""
+        """Answer bytes that are not a valid request, and close."""
         answer = refusal(status, message, connection="close")
         head = h11.Response(status_code=status, headers=answer.raw_headers, reason=status.phrase)
         for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):

@@ -1,4 +1,4 @@
-"""Between the scheduler's thread and the page's: which one reads the pool, so that neither waits.
+"""Reads of the pool by the scheduler's or the page's thread, such that neither waits.
 
 While requests run, the scheduler's thread reads at the end of a step, if the page's thread has set a flag.
 While there are none, no step comes: the page's thread reads itself, and drops the result if a step began
@@ -37,7 +37,7 @@ class StepRecorder:
         self._is_idle = is_idle
         self._deliver = deliver
         self._steps = 0
-        self._wanted = False
+        self._is_requested = False
         self._watched = False
         self._failed = False
         self._compactions: list[Compaction] = []
@@ -45,20 +45,20 @@ class StepRecorder:
     # The scheduler's thread.
 
     def begin_step(self) -> None:
-        """Before anything of a step changes the pool."""
+        """Note the beginning of a step, before the pool changes."""
         self._steps += 1
 
     def passed(self, passes: Iterable[Pass[str]]) -> None:
-        """These passes have changed it."""
+        """Record passes that have changed the pool."""
         if self._watched:
             new = [compaction_of(done.seq_id, done, FIRST_BLOCK) for done in passes]
             self._compactions = [*self._compactions, *new][-MAX_PENDING:]
 
     def end_step(self) -> None:
         """Record that requests which ended in a step gave their blocks back."""
-        if not self._wanted:
+        if not self._is_requested:
             return
-        self._wanted = False
+        self._is_requested = False
         try:
             self._deliver(self._look(self._take()))
         except Exception:  # a mistake of the page must not end the engine
@@ -70,15 +70,15 @@ class StepRecorder:
     def watch(self, on: bool) -> None:
         """Start or stop recording compactions; earlier ones are dropped."""
         self._watched = on
-        self._wanted = False
+        self._is_requested = False
         self._compactions = []
 
     def request(self) -> None:
-        """Have the next step deliver a snapshot."""
-        self._wanted = not self._failed
+        """Request a snapshot from the next step."""
+        self._is_requested = not self._failed
 
     def look_idle(self) -> Snapshot | None:
-        """The pool, if no request is there; None if one is, or has come while it was read."""
+        """Return the pool if there are no requests; None if there are, or one arrived during the read."""
         steps = self._steps
         if not self._is_idle():
             return None

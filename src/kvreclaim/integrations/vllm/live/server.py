@@ -1,4 +1,4 @@
-"""The page's thread: bound before the engine serves, gone with it."""
+"""The page's thread. It is bound before the engine serves, and ends with it."""
 
 from __future__ import annotations
 

@@ -23,14 +23,14 @@ EVERY = 1000
 
 
 class Report:
-    """Knows the totals of a ledger, which go on elsewhere, and what requests have had of its pool."""
+    """Logs the totals of a ledger and the peak blocks of its requests."""
 
     def __init__(self, totals: Totals, pool: PlacedPool, clock: Callable[[], float] = time.monotonic) -> None:
         self._totals = totals
         self._pool = pool
         self._clock = clock
         self._ended_places = 0
-        self._num_told = 0
+        self._num_logged = 0
         self._since_s = clock()
         self._since_seconds = totals.seconds
 
@@ -41,11 +41,11 @@ class Report:
     def passed(self, running: Iterable[str]) -> None:
         """Passes may have been planned. running: ids of the requests that hold blocks."""
         num_lines = self._totals.compactions // EVERY
-        if num_lines == self._num_told:
+        if num_lines == self._num_logged:
             return
         held = self._ended_places + sum(self._pool.places(request_id) for request_id in running)
         now_s, totals = self._clock(), self._totals
-        for number in range(self._num_told + 1, num_lines + 1):
+        for number in range(self._num_logged + 1, num_lines + 1):
             logger.info(
                 "kvreclaim: %s passes: %s tokens evicted, %s blocks given back (%.0f %% of those that "
                 "requests have had); the last %s took %.1f %% of %.0f s",
@@ -55,7 +55,7 @@ class Report:
                 100 * (totals.seconds - self._since_seconds) / max(1e-9, now_s - self._since_s),
                 now_s - self._since_s,
             )
-        self._num_told, self._since_s, self._since_seconds = num_lines, now_s, totals.seconds
+        self._num_logged, self._since_s, self._since_seconds = num_lines, now_s, totals.seconds
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class TokenProgress:
         self._seen: dict[str, tuple[int, int]] = {}
 
     def look(self, requests: Mapping[str, VllmRequest]) -> None:
-        """O(requests)."""
+        """Count the tokens since the last call. O(requests)."""
         for request in requests.values():
             self._seen[request.request_id] = self._add(request)
 

@@ -1,1 +1,1 @@
-"""What does not work with the plugin, each with its reason, and the check of vLLM's names."""
+"""Features that do not work with the plugin, with reasons, and the check of vLLM's names."""

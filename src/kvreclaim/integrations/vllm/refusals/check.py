@@ -62,7 +62,7 @@ def _row(row: Function | Names) -> tuple[str, str]:
 
 
 def _table_row(row: Function | Names) -> tuple[str, str]:
-    """The row as it would be for the installed vLLM."""
+    """Return the table row for the installed vLLM."""
     state, text = _row(row)
     if isinstance(row, Names) or state == "skipped" or text.endswith("is missing"):
         return state, f"# {text}" if state != "ok" else f"{row.where} has {getattr(row, 'names', '')}"

@@ -1,4 +1,4 @@
-"""Is the installed vLLM the one that our code was written against? Names, parameters and defaults."""
+"""Check that the installed vLLM has the names, parameters and defaults that our code was written against."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ LAYER = (
 
 
 def refuse_groups(kv_cache_config: Any) -> None:
-    """Check a KVCacheConfig: one group of ordinary full attention, beside sliding windows or recurrent state.
+    """Check a KVCacheConfig: one group of full attention, with sliding windows or recurrent state.
 
     Raises: UnsupportedModelError.
     """

@@ -102,13 +102,13 @@ def other_cache_dtype(*those: str) -> Predicate:
 
 
 def other_layers(config: Any) -> str | None:
-    """Find layers without full attention beside layers with it."""
+    """Find layers without full attention in a model that has layers with it."""
     kinds = layer_kinds(config.model_config)
     return None if kinds is None else kinds.words
 
 
 def has_recurrent(config: Any) -> bool:
-    """Whether the model has recurrent layers beside those with full attention."""
+    """Return whether the model has both recurrent layers and layers with full attention."""
     kinds = layer_kinds(config.model_config)
     return kinds is not None and kinds.window is None
 

@@ -1,4 +1,4 @@
-"""Is this vLLM the one that its family was written for? Checked in each process for what that process uses.
+"""Check the installed vLLM against its family's expectations, in each process for the names that it uses.
 
 The modules of vLLM's workers are looked at in workers only: importing them elsewhere changes what they patch.
 """
@@ -58,7 +58,7 @@ def check_centring() -> None:
 
 
 def check_worker(runner: Any) -> None:
-    """Once the runner is made, before it loads the model. Raises: UnsupportedVllmError."""
+    """Check the runner before it loads the model. Raises: UnsupportedVllmError."""
     table = sections()
     own = table["runner v2" if runner.vllm_config.use_v2_model_runner else "runner v1"]
     on_cpu = table["worker on a CPU"] if runner.device.type == "cpu" else ()

@@ -202,7 +202,7 @@ def refuse_statistics(vllm_config: Any) -> None:
 
 
 def refuse_signals(vllm_config: Any, policy: CompressionPolicy, *, snapshots: bool) -> None:
-    """Check a policy that looks at what layers are given. Raises: InvalidArgumentError."""
+    """Check a policy that needs the inputs of layers. Raises: InvalidArgumentError."""
     needs = policy.needs & WATCHED
     if needs:
         what = "hidden states" if Signal.TOKEN_SCORES in needs else "recent queries"

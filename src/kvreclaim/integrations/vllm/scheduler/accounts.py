@@ -1,4 +1,4 @@
-"""What the ledger reads of vLLM, and what it notes of a request."""
+"""The ledger's view of vLLM's requests and pool, and its accounts of requests."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvreclaim.schedule.budget.ledger import LedgerPool
 
 
 class VllmRequest(Protocol):
-    """Fields read of vLLM's request. num_computed_tokens counts the steps in flight; of these tokens none is
-    taken back where a pass is decided: see speculation.py."""
+    """Fields of vLLM's request. num_computed_tokens includes the steps in flight. When a pass is decided,
+    none of these tokens can be rolled back: see speculation.py."""
 
     request_id: str
     num_computed_tokens: int
@@ -35,25 +35,25 @@ class PlacedPool(LedgerPool[str], Protocol):
     def num_blocks(self) -> int: ...
 
     def places(self, request_id: str) -> int:
-        """Blocks that the request has had so far, those given back included; 0 for one that is not known."""
+        """Return the blocks of the request so far, freed ones included; 0 for an unknown request."""
 
     def covering(self, num_spare: int) -> LedgerPool[str]:
-        """The same, in which a pass leaves the last blocks of a table alone: they hold no token."""
+        """Return the pool for a pass that keeps the last num_spare blocks of a table, which hold no token."""
 
     def others_held(self, request_id: str) -> int:
-        """Blocks that the request holds in groups that are not compressed."""
+        """Return the blocks that the request holds in groups that are not compressed."""
 
     def others_most(self, num_tokens: int) -> int:
-        """Blocks that a request of so many tokens holds there at most."""
+        """Return the most blocks that a request of num_tokens tokens holds in these groups."""
 
     def others_settled(self, num_tokens: int) -> int:
-        """The same, once its prompt is computed."""
+        """Return the most blocks that it holds in these groups after its prompt."""
 
 
 @dataclass(slots=True, eq=False)
 class RequestAccount:
-    """A request: how it is compressed (None: not at all), its cache, and what it has given back so far, also
-    before a preemption, with which its account begins anew."""
+    """A request: its settings (None: not compressed), its cache, and the totals of its passes. A preemption
+    resets its account, not its counts."""
 
     settings: CompressionConfig | None
     footprint: Footprint
@@ -63,8 +63,8 @@ class RequestAccount:
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """Blocks that a compressed request of the present length holds at most: while its prompt is computed, and
-    once it is. own: of `prefill` those of the group that is compressed."""
+    """Most blocks that a compressed request of its current length holds: during its prompt (prefill), and
+    after it (settled). own: of `prefill`, those of the compressed group."""
 
     own: int
     prefill: int
@@ -75,8 +75,8 @@ class Caps:
 class Forecast:
     """Block needs of the running requests seen so far in a step.
 
-    missing: until their prompts are computed; negative where they give more back than they take
-    growth:  what they take while a newcomer's prompt is computed
+    missing: until their prompts are computed; negative if they free more than they take
+    growth:  blocks that they take while a new request's prompt is computed
     """
 
     num_seen: int = 0

@@ -1,11 +1,11 @@
-"""Which requests are compressed before a step, and which are admitted: integers only, nothing of vLLM. When,
-how far and into which blocks is computed by the engine's own code, schedule/.
+"""Decide the passes and admissions of a step, with integers only and without vLLM. The time, size and blocks
+of passes are computed by the engine's own code, schedule/.
 
-Decided from lengths alone, before vLLM schedules, or, where another request has to be preempted first, before
-vLLM gives the request its next slots: blocks that a pass frees serve the very same step, and no block of that
-step enters the prefix index with content that was computed over an evicted context. Sources go back to the
-pool at once. The request that takes them writes them in this step or a later one, and every worker carries
-out the passes of a step, in their order, before anything else of it.
+Passes are decided from lengths alone, before vLLM schedules or, if another request must be preempted first,
+before vLLM allocates the request's next slots. So the same step can use the freed blocks, and none of its
+blocks enters the prefix index with content that was computed over an evicted context. Source blocks are freed
+at once. The request that takes them writes them in this step or a later one, and every worker carries out the
+passes of a step, in their order, before anything else of it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger("vllm.kvreclaim")
 
 
 class Ledger:
-    """The passes, and what they have come to.
+    """Decides passes and keeps their totals.
 
     Args:
         options:    checked
@@ -66,9 +66,9 @@ class Ledger:
         self._lacking: set[str] = set()
 
     def compress(self, running: Sequence[VllmRequest]) -> list[Pass[str]]:
-        """Shrink every request that is due, in order; pool and tables are changed at return. Called once
-        before each step. A request whose pass lacks blocks computes nothing before it: `may_go_on`. Drafts
-        that would be verified beyond a request's next pass are taken from it.
+        """Compress every due request, in order. Pool and tables are changed at return. Called once before
+        each step. If a pass lacks blocks, its request computes nothing before it: see `may_go_on`. Drafts
+        that would be verified beyond a request's next pass are dropped.
 
         Returns: the step's passes, to which `may_go_on` adds.
         """
@@ -90,7 +90,7 @@ class Ledger:
         return self._passes
 
     def _until_pass(self, request: VllmRequest) -> int:
-        """Tokens that may be computed before the next pass; 1, the certain one, if a pass lacks blocks."""
+        """Return the tokens that may be computed before the next pass; 1 if a pass lacks blocks."""
         if request.request_id in self._lacking:
             return 1
         record = self._record(request)
@@ -98,8 +98,8 @@ class Ledger:
         return record.footprint.tokens_until_pass(*lengths, record.account)
 
     def may_go_on(self, request: VllmRequest) -> bool:
-        """Whether a running request may compute its next tokens. False: its pass lacks blocks, as others read
-        those that it has. vLLM preempts a request and calls this again."""
+        """Return whether a running request may compute its next tokens. False: its pass lacks blocks, because
+        its own are shared. vLLM preempts a request and calls this again."""
         if request.request_id in self._lacking:
             if not self._pass(request, self._record(request)):
                 return False
@@ -120,7 +120,7 @@ class Ledger:
         return True
 
     def message(self, passes: Iterable[Pass[str]]) -> StepMessage | None:
-        """The message to the workers about passes of a step that vLLM scheduled since; None: none."""
+        """Return the message to the workers about passes of a step that vLLM has scheduled; None: none."""
         alive, settings = tuple(filter(self.is_current, passes)), {}
         for done in alive:
             own = self.records[done.seq_id].settings
@@ -130,21 +130,21 @@ class Ledger:
         return StepMessage(alive, settings) if alive else None
 
     def current_passes(self) -> tuple[Pass[str], ...]:
-        """The passes of the step that vLLM schedules now, as far as they are carried out."""
+        """Return the passes of the step that vLLM schedules now, without those of preempted requests."""
         return tuple(filter(self.is_current, self._passes))
 
     def has_unsent(self, request_id: str) -> bool:
-        """Whether a pass of the request is decided that is not in a message yet."""
+        """Return whether the request has a pass that is not in a message yet."""
         return any(done.seq_id == request_id for done in self._passes)
 
     def is_compressed(self, request_id: str) -> bool:
-        """Whether the request has had a pass since its cache began."""
+        """Return whether the request has had a pass since its cache began."""
         record = self.records.get(request_id)
         return record is not None and record.account.num_evicted > 0
 
     def most_hit(self, request: VllmRequest) -> int | None:
-        """Tokens of a prefix that a request may find in caches, so that one step's tokens have room beside
-        them, and its first pass finds the queries that it looks at; None: no bound."""
+        """Return the longest prefix hit of a request that leaves room for one step's tokens, and the queries
+        that its first pass needs to be computed; None: no bound."""
         footprint, found = self._record(request).footprint, []
         if footprint.window != 1:
             found.append(footprint.hit_limit(request.num_prompt_tokens, request.num_tokens))
@@ -155,8 +155,8 @@ class Ledger:
         return min(found) // self.block_size * self.block_size if found else None
 
     def hit_boundary(self, request: VllmRequest, step: range, tail: int, known: int) -> int:
-        """The one boundary inside a request at which vLLM keeps blocks of sliding windows for others: the end
-        of what is computed before the first pass, or, as it is known, where prefixes that others share end.
+        """Return the boundary inside a request at which vLLM keeps blocks of sliding windows for others: the
+        end of the tokens before the first pass, or `known`, the end of prefixes that others share.
 
         Args:
             step: tokens that are computed next
@@ -174,32 +174,32 @@ class Ledger:
         return end if is_last and end - step.start >= tail else early
 
     def ends_exact(self, request: VllmRequest, step: range) -> bool:
-        """Whether the first pass follows this step, and the step ends with a block: others may still find the
-        recurrent state that it leaves."""
+        """Return whether the first pass follows this step, and the step ends with a block. Others may then
+        find its recurrent state."""
         record = self._record(request)
         is_last = record.footprint.is_due(step.stop, request.num_prompt_tokens, record.account)
         return is_last and not record.account.num_evicted and step.stop % self.block_size == 0
 
     def is_current(self, done: Pass[str]) -> bool:
-        """Whether the blocks of the pass are still its request's: not since it was preempted or finished."""
+        """Return whether the request still has the blocks of the pass: it was not preempted or finished."""
         record = self.records.get(done.seq_id)
         return record is not None and record.account.num_evicted == done.shift
 
     def forget(self, request_id: str) -> None:
-        """Its blocks are gone: preempted, finished or aborted. What it has given back stays on record."""
+        """Reset the account of a request that has lost its blocks. Its totals remain."""
         record = self.records.get(request_id)
         if record is not None:
             record.account = EvictionCounters()
         self._lacking.discard(request_id)
 
     def settings_of(self, request: VllmRequest) -> CompressionConfig | None:
-        """How the request is compressed; None: not at all."""
+        """Return the request's settings; None if it is not compressed."""
         return self._record(request).settings
 
     def begin(
         self, request: VllmRequest, account: EvictionCounters, num_tokens: int, is_prompt: bool
     ) -> None:
-        """Its cache begins with so many tokens of a snapshot, and this account of them."""
+        """Begin a request's cache with num_tokens tokens of a snapshot, and its account."""
         self._record(request).account = account
         self.totals.snapshot_tokens += num_tokens if is_prompt else request.num_prompt_tokens
 
@@ -207,7 +207,7 @@ class Ledger:
         self.records.pop(request_id, None)
 
     def figures(self, request: VllmRequest) -> dict[str, int] | None:
-        """Figures of the request's compression so far, also before a preemption; None: it is off."""
+        """Return figures of the request's compression, also from before a preemption; None: it is off."""
         record = self._record(request)
         if record.settings is None:
             return None
@@ -216,7 +216,7 @@ class Ledger:
         return asdict(record.counts) | {"kv_tokens": live}
 
     def caps(self, request: VllmRequest) -> Caps | None:
-        """None: it may come to hold its whole length."""
+        """Return the request's caps; None if it may hold its whole length."""
         footprint = self._record(request).footprint
         if not footprint.bounded or request.resumable:
             return None
@@ -230,16 +230,16 @@ class Ledger:
         )
 
     def room(self, request: VllmRequest, running: Sequence[VllmRequest]) -> int | None:
-        """Blocks to leave free when the request is admitted, so that it causes no preemption later.
+        """Return the blocks to leave free when the request is admitted, so that it causes no preemption.
 
-        A forecast from the lengths so far, not from max_tokens: most answers end long before. A request
-        that may never be compressed is admitted as vLLM would. Blocks that several share are counted once.
+        A forecast from the lengths so far, not from max_tokens, because most answers end long before. A
+        request without compression is admitted by vLLM's rule. Shared blocks are counted once.
 
         Args:
             running: running requests; within a step only new ones are added, at the end
 
-        Returns: what the running requests grow by while the newcomer's prompt is computed; None if all of
-            them together overfill the pool once their prompts are computed.
+        Returns: the growth of the running requests while the new prompt is computed; None if all of them
+            together exceed the pool once their prompts are computed.
         """
         caps = self.caps(request)
         if caps is None or not running:
@@ -253,7 +253,7 @@ class Ledger:
         return None if forecast.missing + caps.settled > self.pool.num_free else forecast.growth
 
     def _look_ahead(self, other: VllmRequest, each: int, forecast: Forecast) -> None:
-        """Add a running request that decodes at most `each` blocks further in the time."""
+        """Add a running request, which decodes at most `each` more blocks in this time."""
         caps = self.caps(other)
         if caps is None:
             return
@@ -264,7 +264,7 @@ class Ledger:
         forecast.missing += caps.settled - held
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Blocks that one request of this length may hold under the engine's own settings."""
+        """Return the blocks that one request of this length may hold under the engine's own settings."""
         footprint = self.options.settings.in_blocks(self.block_size).footprint(self._plain)
         needed = footprint.slots_needed(num_tokens, num_tokens) + self.drafts.most
         return self._blocks(min(needed, num_tokens)) + self.pool.others_most(num_tokens)
@@ -276,8 +276,8 @@ class Ledger:
         return record
 
     def _open(self, request: VllmRequest) -> RequestAccount:
-        """Settings that cannot be read were refused before the request came here; an exception would end the
-        engine."""
+        """Open the record of a request. Invalid settings were refused earlier, so an error is only logged: an
+        exception would end the engine."""
         params = request.sampling_params
         try:
             settings = self.options.of_request(None if params is None else params.extra_args)
@@ -292,7 +292,7 @@ class Ledger:
         return RequestAccount(settings, replace(settings.footprint(self._plain), window=window))
 
     def _held(self, request_id: str) -> int:
-        """Blocks of a request that is not new."""
+        """Return the blocks that a known request holds."""
         own = self.pool.places(request_id) - self.records[request_id].account.num_evicted // self.block_size
         return own + self.pool.others_held(request_id)
 

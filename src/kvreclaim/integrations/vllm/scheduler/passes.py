@@ -14,10 +14,10 @@ from kvreclaim.schedule.budget.compaction import Pass
 
 @dataclass(frozen=True, slots=True)
 class StepMessage:
-    """Which requests are compressed before this step, into which blocks.
+    """The requests that are compressed before this step, and their blocks.
 
-    passes:   in the order to keep: a later one may write what an earlier one has read
-    settings: by request, what to choose by; statistics are the worker's own
+    passes:   in their order, because a later one may write blocks that an earlier one has read
+    settings: by request; statistics are the worker's own
     """
 
     passes: tuple[Pass[str], ...]

@@ -1,13 +1,12 @@
-"""Snapshots: what compressed requests have kept, for those that begin with the same tokens. Integers only,
-nothing of vLLM.
+"""Snapshots: compressed prefixes for requests that begin with the same tokens. Integers only, without vLLM.
 
-A snapshot is a list of full blocks that stand in vLLM's prefix index under names which no hash of tokens has.
-Nobody holds them: once their request is gone they are free, the pool gives them away in its own order, and a
-snapshot that has lost one block is dropped when it is found so. What writes a block takes it out of the index
-first, a pass as well, so the blocks of a snapshot hold what they held when it was made.
+A snapshot is a list of full blocks in vLLM's prefix index, under names that are no hash of tokens. Snapshots
+hold no references: after their request has ended the blocks are free, and the pool reuses them in its own
+order. A snapshot that has lost a block is dropped when this is noticed. Every writer of a block, a pass as
+well, removes it from the index first, so the blocks of a snapshot never change.
 
-A request's last block is left out unless it is full: evicted are whole blocks, so its tokens are the last
-ones of the request, and whoever begins with the snapshot computes them again.
+A request's last block is left out unless it is full. Evictions free whole blocks, so its tokens are the last
+ones of the request, and a request that begins with the snapshot recomputes them.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ class NamingPool(Protocol):
         that nothing else has. Returns: blocks and their names."""
 
     def are_named(self, named: Sequence[tuple[int, Hashable]]) -> bool:
-        """Whether all of these blocks are still known by these names."""
+        """Return whether all of these blocks still have these names in the index."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVSnapshot:
-    """What a request had kept of its first num_tokens tokens, a multiple of the block size.
+    """The compressed first num_tokens tokens of a request, a multiple of the block size.
 
     number:     no other has it
     named:      its blocks and their names in the prefix index, in the order of their tokens
@@ -66,7 +65,7 @@ class KVSnapshot:
 class Begun:
     """A request that begins in this step with a snapshot.
 
-    num_tokens: that it need not compute; shift: of them evicted
+    num_tokens: tokens that it need not compute; shift: of them evicted
     all_prompt: whether these are tokens of its prompt; else the number of prompt tokens is the snapshot's
     """
 
@@ -79,12 +78,12 @@ class Begun:
 
 @dataclass(slots=True)
 class SnapshotNews:
-    """For the workers, with a step. Plain values: it travels by pickle.
+    """Message to the workers with a step. Plain values, sent by pickle.
 
-    kept:    (snapshot, its tokens, request), made since the last step or while this one was scheduled; of
-             requests that are gone at its end
+    kept:    (snapshot, its tokens, request), made since the last step or while this one was scheduled; its
+             requests end with the step
     begun:   see there
-    dropped: snapshots that no request begins with any more
+    dropped: snapshots that no further request begins with
     """
 
     kept: list[tuple[int, int, str]] = field(default_factory=list)
@@ -130,8 +129,8 @@ class KVSnapshots:
         self._sweep()
 
     def find(self, request: HashedRequest, more_than: int) -> KVSnapshot | None:
-        """The longest snapshot that a request which waits can begin with, of more than so many tokens; at
-        least its last token is left to compute."""
+        """Return the longest snapshot that a waiting request can begin with, of more than num_tokens tokens.
+        At least its last token is left to compute."""
         settings = self.ledger.settings_of(request)
         held = None if settings is None or request.resumable else self._held.get(settings)
         if not held:
@@ -147,7 +146,7 @@ class KVSnapshots:
         return None
 
     def begin(self, request: HashedRequest, found: KVSnapshot) -> None:
-        """The request has the snapshot's blocks and computes what follows in this step."""
+        """Note that the request has the snapshot's blocks, and computes the following tokens in this step."""
         account, all_prompt = replace(found.account), found.num_tokens <= request.num_prompt_tokens
         if all_prompt:
             uneven = self.ledger.records[request.request_id].footprint.eviction_method.uneven
@@ -158,12 +157,12 @@ class KVSnapshots:
         self._news.begun.append(Begun(request.request_id, found.number, found.num_tokens, shift, all_prompt))
 
     def take_news(self) -> SnapshotNews | None:
-        """What the workers have to know with the step that was scheduled; None: nothing."""
+        """Return the message to the workers for the scheduled step; None: nothing."""
         news, self._news = self._news, SnapshotNews()
         return news or None
 
     def _prefixes(self, request: HashedRequest, more_than: int) -> Iterator[tuple[int, Hashable]]:
-        """Lengths that a snapshot may have, the longest first, and what the tokens hash to."""
+        """Yield lengths that a snapshot may have, the longest first, with the hash of the tokens."""
         size, each = self.ledger.block_size, self.pool.hash_size
         longest = min(request.num_tokens - 1, len(request.block_hashes) * each) // size * size
         for num_tokens in range(longest, more_than, -size):
@@ -181,8 +180,8 @@ class KVSnapshots:
 
 
 def _is_whole(record: RequestAccount, num_tokens: int) -> bool:
-    """Whether the full blocks of a request hold what it has kept of its first num_tokens tokens, and leave
-    room for a step without a pass before it."""
+    """Return whether the full blocks of a request hold its compressed first num_tokens tokens, and leave room
+    for a step without a pass before it."""
     account = record.account
     live = num_tokens - account.num_evicted
     assert record.settings is not None, "a request without compression has no snapshot"

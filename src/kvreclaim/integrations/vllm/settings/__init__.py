@@ -1,1 +1,1 @@
-"""What an operator configures, and what of it a request may change; groups of layers, versions of vLLM."""
+"""Options of operators and of requests; groups of layers, versions of vLLM."""

@@ -1,4 +1,4 @@
-"""Which options are configured. Imports nothing, so an unused plugin costs nothing."""
+"""Check for configured options. Imports nothing, so an unused plugin costs nothing."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ CENTRED: Final = "centred_keys"
 
 
 def is_enabled(additional_config: object, environ: Mapping[str, str]) -> bool:
-    """Whether compression is configured."""
+    """Return whether compression is configured."""
     return VARIABLE in environ or (isinstance(additional_config, Mapping) and KEY in additional_config)
 
 
 def has_centred_keys(additional_config: object) -> bool:
-    """Whether keys are centred and scaled before they are stored."""
+    """Return whether keys are centred and scaled before they are stored."""
     return isinstance(additional_config, Mapping) and additional_config.get(CENTRED, False) is not False

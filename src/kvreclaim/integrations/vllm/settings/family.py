@@ -1,4 +1,4 @@
-"""Which files of ours fit the installed vLLM. An unknown version is refused even where every name fits."""
+"""Select the modules for the installed vLLM. An unknown version is refused even if every name fits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _V33 = "kvreclaim.integrations.vllm.v0_33"
 
 @dataclass(frozen=True, slots=True)
 class PoolCheck:
-    """Where vLLM checks at start whether the pool is large enough for one request.
+    """The check of vLLM's start that the pool is large enough for one request.
 
     needed, per_block: functions of the module; both end in (configuration, groups of layers)
     """
@@ -30,7 +30,7 @@ class PoolCheck:
 class VllmFamily:
     """The modules for one minor version of vLLM. If two versions agree, both name the older one's.
 
-    package:    has expected.txt, what this version was seen to be
+    package:    has expected.txt, the names of this version
     pool_check: see there
     front:      configuration, metrics, a request's own settings
     scheduler:  the hooks of the schedulers, the block pool and the tables
@@ -40,9 +40,9 @@ class VllmFamily:
     cells:      attention over cells, for unequal heads
     centring:   layers that store centred and scaled keys
     drafter:    drafters with layers of their own; None: not tested
-    groups:     whether full attention beside sliding windows is tested
-    slots:      whether KV dtypes whose slots hold scales are tested
-    snapshots:  what keeps them, where that is tested
+    groups:     whether full attention together with sliding windows is tested
+    slots:      whether KV dtypes with scales in their slots are tested
+    snapshots:  the module that keeps them, where that is tested
     signals:    hooks on the layers, where they are tested
     """
 
@@ -95,7 +95,7 @@ def find_family() -> VllmFamily:
 
 
 def is_known() -> bool:
-    """Whether the installed vLLM has a family."""
+    """Return whether the installed vLLM has a family."""
     import vllm
 
     return _minor(vllm.__version__) in FAMILIES
@@ -114,7 +114,7 @@ def family_of(vllm_version: str) -> VllmFamily:
 
 
 def supported() -> str:
-    """For messages: '0.32.*, 0.33.*'."""
+    """Return the known versions for messages: '0.32.*, 0.33.*'."""
     return ", ".join(f"{family}.*" for family in FAMILIES)
 
 

@@ -15,7 +15,7 @@ STATELESS = ("attention", "full_attention", "mlp", "moe")
 
 
 class LayerKinds(NamedTuple):
-    """Layers of a model that has two kinds.
+    """Layers of a model with two kinds.
 
     full:   with full attention
     others: with a sliding window or a recurrent state
@@ -52,21 +52,21 @@ def layer_specs(spec: Any) -> tuple[Any, ...]:
 
 
 def is_full(spec: Any) -> bool:
-    """Whether all layers of a group have full attention."""
+    """Return whether all layers of a group have full attention."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     return all(isinstance(one, FullAttentionSpec) for one in layer_specs(spec))
 
 
 def is_recurrent(spec: Any) -> bool:
-    """Whether the layers of a group have a recurrent state."""
+    """Return whether the layers of a group have a recurrent state."""
     from vllm.v1.kv_cache_interface import MambaSpec
 
     return type(spec) is MambaSpec
 
 
 def has_states(kv_cache_config: Any) -> bool:
-    """Whether some group has a recurrent state."""
+    """Return whether some group has a recurrent state."""
     return any(is_recurrent(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
 
 
@@ -93,7 +93,7 @@ def state_blocks(aligned: bool, num_checkpoints: int, in_flight: int = 1) -> int
     aligned:         vLLM keeps states at ends of blocks for others (mamba_cache_mode align): a step reads one
                      block and writes the next
     num_checkpoints: blocks for a state within the last chunk of a prompt
-    in_flight:       steps whose blocks are not given back yet
+    in_flight:       steps with blocks that are not freed yet
     """
     return 1 + in_flight + num_checkpoints if aligned else 1
 

@@ -1,4 +1,4 @@
-"""Which policies look at what layers are given, and how far back."""
+"""Policies that need the inputs of layers, and the queries and bytes that they keep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WATCHED = frozenset({Signal.RECENT_QUERIES, Signal.TOKEN_SCORES})
 
 
 class Serves(Protocol):
-    """Raises InvalidArgumentError for a policy that this vLLM cannot serve, or not beside snapshots."""
+    """Raise InvalidArgumentError for a policy that this vLLM cannot serve, or not with snapshots."""
 
     def __call__(self, policy: CompressionPolicy, *, snapshots: bool) -> None: ...
 
@@ -40,8 +40,8 @@ def signal_bytes(
 ) -> int:
     """Bytes that hooks keep on one worker, of those available for a pool and for them.
 
-    Queries: half as many again, as their store doubles when it has no row left. Scores: two bytes beside each
-    key and value.
+    Queries: half as many again, as their store doubles when it has no row left. Scores: two bytes per key and
+    value.
 
     Args:
         num_heads:  query heads of all layers; head_bytes: of one query, key or value

@@ -1,4 +1,4 @@
-"""Budgets of prompts inside vLLM: a share of their bytes, or what the loss curve promises for max_loss.
+"""Budgets of prompts inside vLLM: a share of their bytes, or the loss curve's budget for max_loss.
 
 The front end and the scheduler compute them from the same lengths and file, so they agree.
 """
@@ -31,8 +31,8 @@ def curve_in(stats: str | None, max_loss: float) -> LossCurve:
 
 
 def in_place_of_budget(given: dict[str, Any]) -> dict[str, Any]:
-    """Settings that change others: a budget takes the place of max_loss, and max_loss that of a budget and of
-    whatever losses are not measured with."""
+    """Return settings without those that they replace: a budget replaces max_loss, and max_loss replaces a
+    budget and all settings that losses are not measured with."""
     if "budget" in given:
         return {"max_loss": None, "content": None, **given}
     if given.get("max_loss") is not None:
@@ -42,12 +42,12 @@ def in_place_of_budget(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_of_prompt(settings: CompressionConfig) -> bool:
-    """Whether the budget depends on the prompt's length."""
+    """Return whether the budget depends on the prompt's length."""
     return settings.max_loss is not None or settings.budget_share is not None
 
 
 def density_of(config: Any) -> Fraction | None:
-    """How many tokens take the bytes of one token in the model's dtype, in vLLM's --kv-cache-dtype.
+    """Return the tokens in vLLM's --kv-cache-dtype that take the bytes of one in the model's dtype.
 
     Returns: None where layers differ: TurboQuant keeps some of them in the model's dtype
     """
@@ -58,7 +58,7 @@ def density_of(config: Any) -> Fraction | None:
         return Fraction(own, {"auto": own, "float16": 16, "bfloat16": 16}.get(dtype, 8))
     dim = config.model_config.get_head_size()
     bits = 4 if dtype.startswith("int4") else 8
-    return Fraction(own * dim, bits * dim + 32)  # beside each key and value stands a scale of 32 bits
+    return Fraction(own * dim, bits * dim + 32)  # each key and value has a scale of 32 bits
 
 
 def check_cache_dtype(settings: CompressionConfig, config: Any) -> None:
@@ -74,6 +74,6 @@ def check_cache_dtype(settings: CompressionConfig, config: Any) -> None:
 
 
 def budget_text(settings: CompressionConfig) -> str:
-    """The budget, or what chooses it, in words."""
+    """Describe the budget or the setting that chooses it."""
     budget, loss = settings.budget_share or settings.budget, settings.max_loss
     return f"budget {budget}" if loss is None else f"max_loss {loss} (a request may keep everything)"

@@ -1,8 +1,8 @@
-"""The statistics of vLLM's model where none are named: the file beside its weights, the one that calibration
-keeps in the cache directory, or a new one, made before vLLM loads the model.
+"""The default statistics of vLLM's model: the file next to its weights, the one that calibration keeps in the
+cache directory, or a new one, made before vLLM loads the model.
 
-A kept file is named by a sample of the weights, so finding it takes the loaded model. A note of where it is,
-by the state of the model's files, spares that at later starts; files that changed are looked into again.
+A kept file is named by a sample of the weights, so finding it takes the loaded model. Its path is recorded by
+the state of the model's files, which saves this at later starts until the files change.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ModelToLoad:
     """A model as vLLM loads it.
 
     path:      directory or .gguf file
-    arguments: of our LLM, beside the path
+    arguments: of our LLM, without the path
     nodes:     whether its workers may run on several machines
     """
 
@@ -100,7 +100,7 @@ def find_statistics(model: ModelToLoad, calibrate: bool) -> str | None:
 
 
 def model_statistics_at_hand(config: Any) -> str | None:
-    """The file that lies beside the weights of a VllmConfig's model, or that an earlier start has found.
+    """Return the file next to the weights of a VllmConfig's model, or the one that an earlier start found.
 
     Loads and fetches nothing; None for a model that is not on this machine.
     """
@@ -110,9 +110,9 @@ def model_statistics_at_hand(config: Any) -> str | None:
 
 
 def _at_hand(model: ModelToLoad) -> str | None:
-    beside = statistics_beside(model.path)
-    if beside.is_file() and model.arguments["hf_overrides"] in NO_OVERRIDES:
-        return str(beside)
+    file = statistics_beside(model.path)
+    if file.is_file() and model.arguments["hf_overrides"] in NO_OVERRIDES:
+        return str(file)
     return _noted(model)
 
 
@@ -149,7 +149,7 @@ def _local(model: Any, cache: str | None, fetch: bool) -> Path:
 
 @contextmanager
 def _lock(model: ModelToLoad) -> Iterator[None]:
-    """Alone with this model. The lock ends with the process."""
+    """Lock the model's statistics. The lock ends with the process."""
     name = hashlib.sha256(str(model.path.resolve()).encode()).hexdigest()
     path = stats_home() / "vllm" / f"{name}.lock"
     try:
@@ -170,7 +170,7 @@ def _lock(model: ModelToLoad) -> Iterator[None]:
 
 
 def _find_or_make(model: ModelToLoad, calibrate: bool) -> str | None:
-    """The file, which another process has found or made; None: there is none."""
+    """Return the file that another process has found or made; None if there is none."""
     logger.info("no statistics of %s are noted; it is loaded to look for them by its weights", model.path)
     done = subprocess.run(
         [sys.executable, "-m", "kvreclaim.integrations.vllm.entry.calibrating"],

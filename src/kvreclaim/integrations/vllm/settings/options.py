@@ -1,4 +1,4 @@
-"""The plugin's options, and what one request may change of them.
+"""The plugin's options, and the fields that a request may change.
 
 Operator: additional_config["kv_compression"], an object with the fields of CompressionConfig (`stats`: a file
 that every worker can read), `calibrate`, `opt_in`, `snapshots`, `page_port` and `page_host`; or the same
@@ -56,10 +56,10 @@ class Options:
 
     settings:  of every request without its own
     stats:     file of query statistics
-    calibrate: whether they are made where the policy needs them and there are none
+    calibrate: whether missing statistics are made if the policy needs them
     opt_in:    only requests with kv_compression are compressed
-    page:      where the block pool is shown; None: nowhere
-    snapshots: whether requests begin with what earlier ones have kept of the same tokens
+    page:      address of the page of the block pool; None: no page
+    snapshots: whether requests begin with compressed prefixes of earlier ones with the same tokens
     density:   of the server's KV cache dtype (max_loss.density_of)
     """
 
@@ -99,7 +99,7 @@ class Options:
 
     @classmethod
     def of_config(cls, vllm_config: Any) -> Options:
-        """The options of a configuration that we have taken over."""
+        """Return the options of a configuration that names our scheduler."""
         options = cls.find(vllm_config.additional_config, {})
         assert options is not None, "of a configuration without the option"
         return replace(options, density=density_of(vllm_config))
@@ -108,7 +108,7 @@ class Options:
     def read(
         cls, value: object, where: str, look: Look | None = None, serves: Serves = serves_all
     ) -> Options:
-        """From a JSON object. Raises: InvalidArgumentError, naming where it stood."""
+        """Read options from a JSON object. Raises: InvalidArgumentError, which names its source."""
         require(
             isinstance(value, Mapping),
             f"{where} is {value!r}; it must be an object such as "
@@ -146,7 +146,7 @@ class Options:
         return options
 
     def as_json(self) -> dict[str, Any]:
-        """JSON from which `read` makes equal options."""
+        """Return JSON from which `read` makes equal options."""
         return as_plain(self.settings) | {
             "stats": self.stats,
             "calibrate": self.calibrate,
@@ -156,33 +156,33 @@ class Options:
         }
 
     def of_request(self, extra_args: Mapping[str, Any] | None) -> CompressionConfig | None:
-        """This request's compression; None: none. Raises: InvalidArgumentError."""
+        """Return the request's compression; None: none. Raises: InvalidArgumentError."""
         if extra_args is None or KEY not in extra_args:
             return None if self.opt_in else _unless_full(self.settings)
-        wanted = extra_args[KEY]
-        if isinstance(wanted, str) and wanted not in ("on", "off"):
-            wanted = _parse(wanted, KEY)
-        if wanted == "off":
+        requested = extra_args[KEY]
+        if isinstance(requested, str) and requested not in ("on", "off"):
+            requested = _parse(requested, KEY)
+        if requested == "off":
             return None
-        if wanted == "on":
+        if requested == "on":
             return _unless_full(self.settings)
         require(
-            isinstance(wanted, Mapping),
-            f"{KEY} is {wanted!r}; it must be 'off', 'on' or an object with some of {', '.join(_FIELDS)} "
+            isinstance(requested, Mapping),
+            f"{KEY} is {requested!r}; it must be 'off', 'on' or an object with some of {', '.join(_FIELDS)} "
             "(as JSON text where only text can be sent).",
         )
-        _check_names(wanted, _FIELDS, KEY)
-        if wanted.get("policy") == AUTO:
+        _check_names(requested, _FIELDS, KEY)
+        if requested.get("policy") == AUTO:
             require(
                 self.stats is not None,
                 f"policy auto in {KEY} is what calibration found best, and this server, started with "
                 f"{self.settings.policy!r}, has no statistics; ask for that policy, or for another one "
                 "without statistics such as streaming_llm or knorm.",
             )
-            wanted = {**wanted, "policy": self.settings.policy}
-        if "policy" in wanted and wanted["policy"] != self.settings.policy:
-            wanted = {"options": {}, **wanted}
-        settings = _changed(self.settings, in_place_of_budget(dict(wanted)), KEY)
+            requested = {**requested, "policy": self.settings.policy}
+        if "policy" in requested and requested["policy"] != self.settings.policy:
+            requested = {"options": {}, **requested}
+        settings = _changed(self.settings, in_place_of_budget(dict(requested)), KEY)
         if settings.max_loss is not None:
             settings.promised(curve_in(self.stats, settings.max_loss), AUTO, 1, 1)
         self._check_request(settings)
@@ -214,7 +214,7 @@ class Options:
 
     @property
     def has_cells(self) -> bool:
-        """Whether heads may keep unequal numbers of tokens, which attention has to be made ready for."""
+        """Whether heads may keep unequal numbers of tokens, for which attention must be prepared."""
         return self.settings.make_policy().eviction_method.uneven
 
     @property
@@ -223,7 +223,7 @@ class Options:
         return self.settings.make_policy().needs & WATCHED
 
     def bound(self, block_size: int, max_chunk: int) -> int | None:
-        """Tokens that one compressed request holds at most; None: its whole length."""
+        """Return the most tokens that one compressed request holds; None: its whole length."""
         settings = self.settings.in_blocks(block_size)
         return settings.footprint(plain_footprint(block_size, max_chunk)).most_tokens
 
@@ -281,7 +281,7 @@ def plain_footprint(block_size: int, max_chunk: int) -> Footprint:
 
 
 def is_bounded(settings: CompressionConfig) -> bool:
-    """Whether a request never holds much more than its budget; else it may hold its whole length."""
+    """Return whether a request never holds much more than its budget. Otherwise it may hold all tokens."""
     return settings.footprint(Footprint()).bounded
 
 

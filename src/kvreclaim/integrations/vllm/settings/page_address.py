@@ -1,4 +1,4 @@
-"""Where the page is served, as the operator writes it: `page_port` and `page_host` in kv_compression."""
+"""The address of the page, by the operator's `page_port` and `page_host` in kv_compression."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PageAddress:
 
     @classmethod
     def read(cls, given: Mapping[str, object], where: str) -> PageAddress | None:
-        """From the operator's object; None where no page is configured. Raises: InvalidArgumentError."""
+        """Read the operator's object; None without a configured page. Raises: InvalidArgumentError."""
         port, host = given.get("page_port"), given.get("page_host")
         require(
             port is not None or host is None,

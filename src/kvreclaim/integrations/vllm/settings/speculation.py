@@ -1,12 +1,12 @@
 """Drafts of speculative decoding and the passes of a request: integers only, nothing of vLLM.
 
-vLLM counts drafts as computed when it schedules their verification, and takes back those that are rejected
-once the step's output is there. A pass counts verified tokens alone, and falls at the length at which it
-would fall without drafts. Scheduled synchronously, nothing is in flight when a pass is decided; drafts are
-cut so that no step verifies beyond it. Scheduled asynchronously, one step is in flight, whose drafts may be
-taken back; so no draft reaches the pass at all. The step that reaches it has only the token that is certain,
-and by the time this step is in flight, the drafts before it are settled. Blocks at the end of a table that
-were taken for rejected drafts stay where they are.
+vLLM counts drafts as computed when it schedules their verification, and rolls back rejected ones when it has
+the step's output. A pass counts verified tokens only, and is due at the same length as without drafts. With
+synchronous scheduling, nothing is in flight when a pass is decided; drafts are cut so that no step verifies
+beyond it. With asynchronous scheduling, one step is in flight, and its drafts may be rolled back. So no draft
+reaches the pass at all: the step that reaches it has only one certain token, and the drafts before it are
+verified by the time this step is in flight. Blocks at the end of a table that were allocated for rejected
+drafts stay in place.
 """
 
 from __future__ import annotations

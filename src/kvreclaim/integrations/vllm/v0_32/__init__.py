@@ -1,2 +1,2 @@
-"""Everything that touches the private API of vLLM 0.32, one file per side; also of later versions, where
-nothing that it touches has changed (settings/family.py)."""
+"""All code for the private API of vLLM 0.32, one file per side. Later versions use it where that API has not
+changed (settings/family.py)."""

@@ -18,7 +18,7 @@ from kvreclaim.integrations.vllm.worker.cells.heads import StepCells
 
 
 class CellsCPUBuilder(CellsBuilder, CPUAttentionMetadataBuilder):
-    """vLLM's, with cells."""
+    """vLLM's metadata builder, with cells."""
 
 
 class CellsCPUImpl(CellsImpl, CPUAttentionBackendImpl):

@@ -20,7 +20,7 @@ from kvreclaim.integrations.vllm.worker.cells.heads import StepCells
 
 
 class CellsFlashBuilder(CellsBuilder, FlashAttentionMetadataBuilder):
-    """vLLM's, with cells."""
+    """vLLM's metadata builder, with cells."""
 
 
 class CellsFlashImpl(CellsImpl, FlashAttentionImpl):

@@ -19,7 +19,7 @@ from kvreclaim.integrations.vllm.worker.cells.heads import StepCells
 
 
 class CellsFlashInferBuilder(CellsBuilder, FlashInferMetadataBuilder):
-    """vLLM's, with cells."""
+    """vLLM's metadata builder, with cells."""
 
 
 class CellsFlashInferImpl(CellsImpl, FlashInferImpl):

@@ -1,4 +1,4 @@
-"""Attention over cells in vLLM 0.32: back-ends of our own, registered in the place of the four that we know.
+"""Attention over cells in vLLM 0.32: our own back-ends, registered instead of four of vLLM's.
 
 Each is vLLM's back-end with a builder that adds the step's tables of cells and an implementation that attends
 by them where there are some; writing keys and values, and steps in which no head has cells of its own, are
@@ -35,11 +35,11 @@ CELL_BACKENDS = {
 """vLLM's name of a back-end -> ours in its place."""
 
 
-def register_cells(wanted: bool) -> None:
-    """Before the model is made: put our back-ends in the place of vLLM's, or vLLM's own back."""
+def register_cells(enable: bool) -> None:
+    """Register our back-ends instead of vLLM's, or restore vLLM's. Call it before the model is made."""
     for name, path in CELL_BACKENDS.items():
         backend = AttentionBackendEnum[name]
-        if wanted:
+        if enable:
             register_backend(backend, path)
         elif backend.get_path() == path:
             backend.clear_override()
@@ -68,7 +68,7 @@ class CellsBuilder:
 
 
 def take(heads: HeadTables, common: Any) -> StepCells | None:
-    """The cells of the step that vLLM describes so."""
+    """Return the cells of the step with this metadata of vLLM."""
     bound = common.seq_lens_cpu_upper_bound
     longest = common.max_seq_len if bound is None else int(bound[: common.num_reqs].max())
     return heads.take(
@@ -90,11 +90,11 @@ class CellsImpl:
 
     @property
     def without_cells(self) -> str | None:
-        """Why this layer cannot attend over cells; None: it can."""
+        """Return the reason why this layer cannot attend over cells; None if it can."""
         return None
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """vLLM: whether output may be in scaled integers; not over cells."""
+        """Return whether vLLM may request scaled integers as output; not over cells."""
         return False
 
     def attend_cells(self, layer: Any, rows: Tensor, output: Tensor, step: StepCells) -> None:
@@ -113,7 +113,7 @@ class CellsImpl:
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """vLLM's own where the step has no cells."""
+        """Attend over the step's cells, or call vLLM's own method if there are none."""
         step: StepCells | None = getattr(attn_metadata, "reclaim_cells", None)
         if step is None:
             answer: Tensor = super().forward(  # type: ignore[misc]

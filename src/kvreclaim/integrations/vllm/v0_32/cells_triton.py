@@ -22,7 +22,7 @@ FP32_BYTES = 4
 
 
 class CellsTritonBuilder(CellsBuilder, TritonAttentionMetadataBuilder):
-    """vLLM's, with cells."""
+    """vLLM's metadata builder, with cells."""
 
 
 class CellsTritonImpl(CellsImpl, TritonAttentionImpl):
@@ -58,7 +58,7 @@ class CellsTritonImpl(CellsImpl, TritonAttentionImpl):
         )
 
     def _attend_slots(self, rows: Tensor, view: Tensor, output: Tensor, step: StepCells, layer: int) -> None:
-        """Over cells whose slots hold scales: numbers of the key, scale, numbers of the value, scale."""
+        """Attend over cells with scales in slots: numbers of the key, scale, numbers of the value, scale."""
         keys, values = view.split(view.shape[-1] // 2, dim=-1)
         k_scales, v_scales = (x[..., -FP32_BYTES:].view(torch.float32)[..., 0] for x in (keys, values))
         stored = {
@@ -96,7 +96,7 @@ def attend_unified(
     """vLLM's Triton kernel over cells.
 
     Args:
-        rows:         [T * K, G, D]; output alike
+        rows:         [T * K, G, D]; output has the same shape
         keys, values: [entries, S, 1, D] in any strides
         quantization: of vLLM's kernel: descales or caches of scales, kv_quant_mode and use_td
     """

@@ -73,7 +73,7 @@ def _counting_async(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def readable(messages: Sequence[Any]) -> list[Any]:
-    """The same with contents that can be read twice: over HTTP, lists of parts come as iterators."""
+    """Return messages with contents that can be read twice. Over HTTP, lists of parts are iterators."""
     return [
         message
         if not isinstance(message, dict) or isinstance(message.get("content"), str | list | None)
@@ -83,7 +83,7 @@ def readable(messages: Sequence[Any]) -> list[Any]:
 
 
 def has_system(messages: Sequence[Any], chat_params: Any) -> bool:
-    """Whether there may be something to protect."""
+    """Return whether the request may have a system prompt or tools to protect."""
     return bool(messages) and (_is_system(messages[0]) or bool(chat_params.chat_template_kwargs.get("tools")))
 
 
@@ -114,8 +114,8 @@ def note_system(
 
 
 def opened(messages: Sequence[Any], text: str) -> list[Any]:
-    """The system prompt, and this text in place of the conversation: what the template writes whatever the
-    text, it writes before it looks at the conversation."""
+    """Return the system prompt with this text instead of the conversation. The common prefix for different
+    texts is what the template writes before the conversation."""
     talk = (index for index, message in enumerate(messages) if not _is_system(message))
     first = next(talk, None)
     if first is None:

@@ -1,4 +1,4 @@
-"""What vLLM 0.32's KV connectors see of compressed requests: their blocks as long as they are exact.
+"""Compressed requests and vLLM 0.32's KV connectors, which get their blocks as long as they are exact.
 
 Until its first pass a request is like any other: its full blocks are stored and loaded. At the first pass the
 connector sees it preempted and resumed with a table of null blocks, which are never stored. So
@@ -62,8 +62,8 @@ class ConnectorHooks:
 
 
 class CachedBlockHooks(ConnectorHooks):
-    """SimpleCPUOffloadConnector stores a block in the step after it was computed, and at the end of a request
-    what it has missed. In place of null blocks it takes those of the same tokens from the prefix cache."""
+    """SimpleCPUOffloadConnector stores a block in the step after it was computed, and missed blocks at the
+    end of a request. Instead of null blocks it takes those of the same tokens from the prefix cache."""
 
     def __init__(self, connector: Any, ledger: Ledger) -> None:
         super().__init__(connector, ledger)
@@ -71,7 +71,7 @@ class CachedBlockHooks(ConnectorHooks):
         connector.request_finished_all_groups = self.request_finished_all_groups
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """What was computed just before a first pass is stored in the step of the pass."""
+        """Tokens computed just before a first pass are stored in the step of the pass."""
         output, num_tokens = shown(scheduler_output, self.reclaim), scheduler_output.num_scheduled_tokens
         begun = {done.seq_id for done in self.reclaim.current_passes() if done.first} & num_tokens.keys()
         due = output.num_scheduled_tokens | {name: num_tokens[name] for name in begun}

@@ -170,7 +170,7 @@ def make_stat_logger() -> type:
                 self.counters.add(figures[FIGURES], engine_idx)
 
         def log_engine_initialized(self) -> None:
-            """Said when the configuration was made."""
+            """Log nothing: the configuration was logged when it was made."""
 
     return ReclaimStatLogger
 
@@ -218,8 +218,8 @@ def check_request(request: Any, vllm_config: Any, prompt: object = None) -> None
 
 
 def _check_length(request: Any, vllm_config: Any) -> None:
-    """A request that keeps all its tokens must fit the pool, or it would preempt itself for ever, at the head
-    of the queue. A session of streaming input may grow to max_model_len.
+    """Refuse a request that keeps all its tokens and does not fit the pool. It would preempt itself for ever,
+    at the head of the queue. A session of streaming input may grow to max_model_len.
 
     Raises: InvalidArgumentError.
     """

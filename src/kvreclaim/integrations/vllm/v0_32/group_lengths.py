@@ -12,7 +12,7 @@ from kvreclaim.integrations.vllm.settings.patching import wrap
 
 
 class GroupLengths:
-    """What the compressed group's metadata has for lengths.
+    """Physical lengths for the compressed group's metadata.
 
     step:    shifts of the step's requests, on the device and on the host; None: no request is shifted
     lengths: persistent, since CUDA graphs hold its address
@@ -23,7 +23,7 @@ class GroupLengths:
         self.lengths = torch.zeros(runner.max_num_reqs, dtype=torch.int32, device=runner.device)
 
     def shorten(self, common: Any) -> Any:
-        """This metadata with the lengths of the cache. max_seq_len stays, a bound."""
+        """Return the metadata with the lengths of the cache. max_seq_len is unchanged, as an upper bound."""
         lengths, bound = self.lengths[: common.num_reqs], common.seq_lens_cpu_upper_bound
         lengths.copy_(common.seq_lens)
         if self.step is not None:

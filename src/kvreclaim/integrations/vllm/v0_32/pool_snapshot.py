@@ -49,7 +49,7 @@ def open_page(scheduler: Any, options: Options, vllm_config: Any) -> PageServer 
 
 
 def look(scheduler: Any, observer: StepObserver, passes: list[Compaction]) -> Snapshot:
-    """The pool now. O(blocks + requests)."""
+    """Return the current pool. O(blocks + requests)."""
     began_s = time.perf_counter()
     observer.progress.look(scheduler.requests)
     ledger: Ledger = scheduler.reclaim

@@ -151,7 +151,7 @@ def tensor_parallel() -> tuple[int, int]:
 def record(runner: Any, layers: Sequence[Attention], remedy: str = WITHOUT_STATISTICS) -> list[Recorded]:
     """Record every layer's inputs for one token at POSITIONS. All ranks must call it together.
 
-    remedy: what to do where that fails
+    remedy: end of the error message
 
     Raises: UnsupportedModelError if the model cannot be run so, or does not call a layer.
     """
@@ -176,7 +176,7 @@ def record(runner: Any, layers: Sequence[Attention], remedy: str = WITHOUT_STATI
 
 @contextmanager
 def _recording(layers: Sequence[Attention]) -> Iterator[list[AttentionRecorder]]:
-    """Recorders in place of the layers' implementations, and queries and keys as the model makes them."""
+    """Replace the layers' implementations by recorders, without quantised queries or centred keys."""
     before = [(layer.impl, layer.query_quant, type(layer)) for layer in layers]
     recorders = [AttentionRecorder(layer.impl) for layer in layers]
     try:
@@ -191,7 +191,7 @@ def _recording(layers: Sequence[Attention]) -> Iterator[list[AttentionRecorder]]
 
 
 def _context(vllm_config: Any) -> Any:
-    """No attention metadata, no slots to write, no compiled code."""
+    """Return a context without attention metadata, slots or compiled code."""
     return set_forward_context(
         None, vllm_config, num_tokens=len(POSITIONS), slot_mapping={}, skip_compiled=True
     )

@@ -1,4 +1,4 @@
-"""The scheduler of vLLM 0.32: passes before it schedules, admission by what requests come to hold, figures.
+"""The scheduler of vLLM 0.32: passes before it schedules, admission by expected blocks, figures.
 
 Synchronous and asynchronous scheduling share it. Nothing is patched: the schedulers are subclasses that the
 configuration names, and the KV cache manager of one instance changes its class.
@@ -129,7 +129,7 @@ def _most(manager: Any) -> int:
 
 
 def _settled(manager: Any) -> int:
-    """The same, once the prompt is computed."""
+    """Return the most blocks of a request in such a group after its prompt."""
     if is_recurrent(spec := manager.kv_cache_spec):
         return state_blocks(spec.mamba_cache_mode == "align", num_checkpoints=0, in_flight=1)
     return window_blocks(manager.sliding_window, manager.block_size, IN_FLIGHT)
@@ -164,7 +164,7 @@ class ReclaimKVCacheManager(KVCacheManager):
             super().cache_blocks(request, num_computed_tokens)
 
     def holes(self, request: Any) -> int:
-        """Places of evicted tokens in the table that a request which waits would begin with."""
+        """Return the places of evicted tokens in the table that a waiting request would begin with."""
         return 0
 
     def allocate_slots(
@@ -191,7 +191,7 @@ class ReclaimKVCacheManager(KVCacheManager):
         return super().allocate_slots(request, *args, **kwargs)
 
     def _keep_for_others(self, request: Any, step: range) -> None:
-        """Tell vLLM of which windows and states others need the blocks: see Ledger.hit_boundary."""
+        """Mark the blocks of windows and states that others need in vLLM: see Ledger.hit_boundary."""
         pool: VllmPool = self.reclaim.pool  # type: ignore[assignment]
         if pool.states and self.reclaim.ends_exact(request, step):
             request.shared_prefix_boundary = step.stop
@@ -204,9 +204,9 @@ class ReclaimKVCacheManager(KVCacheManager):
 
 
 class SchedulerHooks:
-    """Goes before vLLM's Scheduler or AsyncScheduler among the bases of a scheduler.
+    """Mixin of a scheduler, before vLLM's Scheduler or AsyncScheduler in the bases.
 
-    reclaim:  what is compressed and what it has come to; set once vLLM's own parts are made
+    reclaim:  the ledger of passes; set once vLLM's own parts are made
     observer: counts what the page and the metrics show
     """
 
@@ -239,7 +239,7 @@ class SchedulerHooks:
         self.observer.page = pool_snapshot.open_page(self, options, vllm_config)
 
     def _check_pool(self) -> None:
-        """The pool must hold the longest request at its peak. Raises: InvalidArgumentError."""
+        """Check that the pool holds the longest request at its peak. Raises: InvalidArgumentError."""
         ledger = self.reclaim
         longest = self.max_model_len  # type: ignore[attr-defined]
         needed = ledger.most_blocks(longest)
@@ -287,7 +287,7 @@ class SchedulerHooks:
         return kv_params, ec_params
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
-        """Add the figures since the last statistics beside a KV connector's; our logger takes them out.
+        """Add the figures since the last statistics to a KV connector's; our logger removes them.
 
         Differences, not sums: with several front ends each of them gets some of the statistics.
         """

@@ -25,7 +25,7 @@ REMEDY = "take a policy without it, such as surrogate or knorm"
 
 
 class Sight(Protocol):
-    """Takes what layers are given."""
+    """Receives the inputs of layers."""
 
     def see_queries(self, layer: int, queries: Tensor) -> None: ...
 
@@ -33,9 +33,9 @@ class Sight(Protocol):
 
 
 class LayerWatch:
-    """Hooks on the layers that are compressed.
+    """Hooks on the compressed layers.
 
-    sight: gets what they see now; None: dropped, as what runs is no request's
+    sight: receives their inputs; None: inputs are dropped, because the run is not of requests
     """
 
     def __init__(self, runner: Any, needs: frozenset[Signal]) -> None:
@@ -53,7 +53,7 @@ class LayerWatch:
         self.signals = signals
 
     def begin(self, step: StepTokens | None) -> None:
-        """The tokens that run next; None: no request's."""
+        """Set the tokens that run next; None: not of requests."""
         self.sight = None if step is None else self.signals
         if step is not None and self.signals is not None:
             self.signals.begin(step)
@@ -74,7 +74,7 @@ class LayerWatch:
 
 
 class Glimpse:
-    """What one run of the model has shown, by layer."""
+    """The recorded inputs of one run of the model, by layer."""
 
     def __init__(self) -> None:
         self.queries: dict[int, Tensor] = {}
@@ -125,7 +125,7 @@ def watch_layers(runner: Any, needs: frozenset[Signal]) -> LayerWatch:
 
 
 def _around(runner: Any, layer: nn.Module) -> nn.Module:
-    """The module whose part the layer is, and which is given hidden states."""
+    """Return the module that contains the layer and takes hidden states."""
     for module in runner.get_model().modules():
         is_given = HIDDEN in inspect.signature(module.forward).parameters
         if is_given and any(child is layer for child in module.children()):

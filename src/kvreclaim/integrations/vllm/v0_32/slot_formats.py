@@ -1,5 +1,5 @@
-"""What a slot of one KV head holds in the KV dtypes of vLLM 0.32 that store scales beside the tokens: a key
-and a value, each with its own scales. So a slot can be moved alone, and its key be read without another's."""
+"""Slot formats of the KV dtypes of vLLM 0.32 that store scales with tokens: a key and a value of one KV head,
+each with its own scales. So a slot can be moved alone, and its key be read without another's."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ NULL_BLOCK = 0
 
 
 def adopt_snapshots(scheduler: Any) -> None:
-    """Have a scheduler, whose ledger is set, keep them. Raises: UnsupportedVllmError."""
+    """Make a scheduler with a ledger keep snapshots. Raises: UnsupportedVllmError."""
     signatures.check_snapshots()
     manager, kind = scheduler.kv_cache_manager, type(scheduler)
     manager.__class__ = SnapshotKVCacheManager
@@ -32,7 +32,7 @@ def adopt_snapshots(scheduler: Any) -> None:
 
 
 class SnapshotHooks:
-    """Over a scheduler of ours."""
+    """Snapshots of one of our schedulers."""
 
     kv_cache_manager: SnapshotKVCacheManager
 

@@ -93,7 +93,7 @@ class V2Rows:
         self.slots[request_id] = slot
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """By the slots that they had: vLLM has given them away by now."""
+        """Forget requests by their former slots, which vLLM has already reassigned."""
         for request_id in request_ids:
             slot = self.slots.pop(request_id, None)
             if slot is not None:
@@ -117,8 +117,7 @@ class V2Rows:
         return replace(batch, positions=batch.positions[: batch.num_tokens] - per_token)
 
     def place(self, batch: Any, slots: Tensor) -> None:
-        """Put the slots of the compressed one of several groups where they belong, in slots [groups, tokens],
-        which are vLLM's for this batch."""
+        """Write the slots of the compressed group into vLLM's slots [groups, tokens] of this batch."""
         placed = self.placed(batch)
         if placed is batch:
             return
@@ -132,8 +131,8 @@ class V2Rows:
         slots[self.group].copy_(own[self.group])
 
     def shortened(self, batch: Any) -> Any:
-        """The batch as attention sees it: always in the one buffer, so that capture and replay agree. Of
-        several groups only one sees it so, by its lengths."""
+        """Return the batch for attention, with lengths in one fixed buffer, so that capture and replay agree.
+        With several groups only the compressed one uses it, by its lengths."""
         shifted = self.current if self.current is not None and self.current.batch is batch else None
         if self.lengths is not None:
             self.lengths.step = None
@@ -150,7 +149,7 @@ class V2Rows:
         return replace(batch, seq_lens=lens, seq_lens_cpu_upper_bound=bound)
 
     def _set(self, slot: int, shift: int) -> None:
-        """On the device a fill in stream order: no synchronisation, batches before it have read theirs."""
+        """Fill the buffer on the device in stream order, after earlier batches have read it, without sync."""
         self.host[slot] = shift
         self.device[slot : slot + 1].fill_(shift)
 
@@ -184,7 +183,7 @@ class ReclaimModelState(DefaultModelState):
     reclaim: Applier
 
     def prepare_attn(self, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Prepare real batches, captures and dummy runs alike."""
+        """Prepare real batches, captures and dummy runs."""
         return super().prepare_attn(_rows(self.reclaim).shortened(input_batch), *args, **kwargs)
 
 
@@ -192,7 +191,7 @@ def adopt_v2(runner: Any, applier: Applier) -> None:
     """Have this runner carry out passes. After its cache is there and before graphs are captured. A later
     applier takes the place of an earlier one.
 
-    Raises: UnsupportedModelError for a model whose attention metadata are not made the default way.
+    Raises: UnsupportedModelError for a model with its own way of making attention metadata.
     """
     state = runner.model_state
     if type(state) not in (DefaultModelState, ReclaimModelState):

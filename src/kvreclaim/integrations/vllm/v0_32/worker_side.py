@@ -1,5 +1,5 @@
-"""The workers of vLLM 0.32: how a model runner learns of our passes. This file is for its V1 runner, which
-CPUs and GPUs share; v2_side.py is for V2.
+"""The workers of vLLM 0.32: passes in a model runner. This file is for the V1 runner, which CPUs and GPUs
+share; v2_side.py is for V2.
 
 A runner that is adopted gets a subclass of its own class; no class of vLLM changes.
 """
@@ -20,7 +20,7 @@ from kvreclaim.integrations.vllm.worker.cells.heads import HeadTables
 
 
 def is_v2(runner: Any) -> bool:
-    """Whether the runner is of vLLM's second generation."""
+    """Return whether the runner is of vLLM's second generation."""
     return bool(runner.vllm_config.use_v2_model_runner)
 
 
@@ -35,8 +35,8 @@ def rows_of(runner: Any, heads: HeadTables | None) -> RunnerRows:
 
 
 def adopt(runner: Any, applier: Applier) -> None:
-    """From now on the runner carries out the passes that come with a step. The applier's rows are
-    rows_of(runner). Idempotent; a later applier takes the place of an earlier one."""
+    """Make the runner carry out the passes of a step's message. The applier's rows are rows_of(runner).
+    Idempotent; a later applier replaces an earlier one."""
     if is_v2(runner):
         from kvreclaim.integrations.vllm.v0_32.v2_side import adopt_v2
 
@@ -62,7 +62,7 @@ class V1Rows:
     """Rows of the V1 runner.
 
     shifts: request -> position minus slot, of requests where they differ
-    buffer: [max_num_reqs] int32, the shifts of a step's batch; persistent, as pinned copies want it
+    buffer: [max_num_reqs] int32, the shifts of a step's batch; persistent, as pinned copies need it
     group:  the cache group that is compressed
     lengths: of it, where there are several groups; None: the runner's own are changed
     step:   the buffer with the shifts of the present step's batch; None: all are 0
@@ -85,8 +85,8 @@ class V1Rows:
         return len(self.shifts)
 
     def rewrite(self, request_id: str, block_ids: Sequence[int], shift: int) -> None:
-        """In the request's state, from which a row is made when the request returns to the batch, and in its
-        row if it has one."""
+        """Rewrite the request's state, from which a row is made when it returns to the batch, and its row if
+        it has one."""
         ids = list(block_ids)
         self.runner.requests[request_id].block_ids[self.group][:] = ids
         row = self.runner.input_batch.req_id_to_index.get(request_id)
@@ -154,7 +154,7 @@ class V1Hooks:
         return result
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
-        """Its lengths are no request's."""
+        """Run without shifts: a dummy run's lengths are not of requests."""
         if self.reclaim_rows.lengths is not None:
             self.reclaim_rows.lengths.step = None
         return super()._dummy_run(*args, **kwargs)  # type: ignore[misc]

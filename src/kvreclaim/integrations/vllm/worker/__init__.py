@@ -1,1 +1,1 @@
-"""A worker's process: which tokens are kept, and the bytes that move."""
+"""A worker's process: choose the kept tokens and move their bytes."""

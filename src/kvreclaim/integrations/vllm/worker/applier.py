@@ -1,4 +1,4 @@
-"""A worker's passes before a step: choose the survivors, move them, return their places."""
+"""A worker's passes before a step: choose the survivors, move them, update the block tables."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ logger = logging.getLogger("vllm.kvreclaim")
 
 
 class RunnerRows(Protocol):
-    """A runner's block tables, and how far each request's slots lie before its positions."""
+    """A runner's block tables, and each request's shift: position minus slot."""
 
     @property
     def num_shifted(self) -> int:
-        """Requests whose shift is not 0."""
+        """Requests with a shift other than 0."""
         ...
 
     def rewrite(self, request_id: str, block_ids: Sequence[int], shift: int) -> None:
-        """From now on the request's tokens lie in these blocks; position minus slot is shift."""
+        """Replace the request's block table and its shift, position minus slot."""
         ...
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """These requests are gone or start anew; unknown ones are ignored."""
+        """Forget requests that have ended or start anew; unknown ones are ignored."""
         ...
 
 
 @dataclass(slots=True)
 class WorkerFigures:
-    """Sums since the start, of this worker. seconds: of the passes whose end has been seen."""
+    """Totals of this worker since the start. seconds: of finished passes."""
 
     tokens_evicted: int = 0
     compactions: int = 0
@@ -70,8 +70,8 @@ class Applier:
         stats:   of these heads' queries, on the device; None if there are none
         views:   the caches of all layers
         rows:    the runner's block tables
-        heads:   of requests whose heads hold unequal numbers of tokens; None: they keep equally many, by the
-                 same ranking
+        heads:   tables of requests with unequal heads; None: heads keep equally many tokens, by the same
+                 ranking
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Applier:
         return UnevenPasses(self.views, heads.grid, heads, self.stage, head_stage)
 
     def begin(self, scheduler_output: Any) -> None:
-        """Forget requests that are gone, then carry out the passes in order. Called first in a step."""
+        """Forget requests that have ended, then carry out the passes in order. Called first in a step."""
         if self.rows.num_shifted or self.trace is not None:
             self._forget(scheduler_output)
         message: StepMessage | None = getattr(scheduler_output, "kvreclaim", None)
@@ -116,8 +116,8 @@ class Applier:
             self.clock.stop()
 
     def rehearse(self) -> None:
-        """One choice by the engine's settings over whatever lies in the cache; nothing moves. What a device
-        loads at first use, or memory that is not there, shows before anyone waits."""
+        """Choose once by the engine's settings over any cache content, without moves. Lazy loading, or a lack
+        of memory, then shows before the first request."""
         settings = self.options.settings
         num_blocks = blocks_for(settings.budget + settings.interval, self.views.block_size)
         table = self.views.block_ids(range(min(num_blocks, self.views.num_blocks)))
@@ -138,7 +138,7 @@ class Applier:
         return lambda _: NO_SIGNALS
 
     def take_seconds(self) -> float | None:
-        """Seconds of passes that have ended since the last call; None if there were none. Never waits."""
+        """Return the seconds of passes that have ended since the last call; None if none. Never waits."""
         ended = self.clock.take()
         if ended is None:
             return None
@@ -176,7 +176,7 @@ class Applier:
             self.trace.add(one, kept)
 
     def _compact(self, one: Pass[str], compressor: Compressor, positions: Positions | None) -> HeadRows:
-        """Every head keeps equally many. Returns: the slots of each."""
+        """Keep equally many tokens in every head. Returns: the kept slots of each."""
         source = self.views.block_ids(one.source_ids)
         prompt = one.prompt_slots + self.prompts.get(one.seq_id, 0)
         known = None if positions is None else positions.table(one.seq_id, one.first, one.logical_len)
@@ -199,23 +199,23 @@ class Applier:
         return as_heads(kept, self.shape)
 
     def _signals(self, one: Pass[str], compressor: Compressor, blocks: Tensor) -> SignalSource:
-        """layer -> signals of the request's tokens in these blocks."""
+        """Return layer -> signals of the request's tokens in these blocks."""
         return lambda _: NO_SIGNALS
 
     def _forget(self, output: Any) -> None:
-        if gone := gone_requests(output):
-            self.rows.forget(gone)
-            self.positions.forget(gone)
-            for request_id in gone:
+        if ended := gone_requests(output):
+            self.rows.forget(ended)
+            self.positions.forget(ended)
+            for request_id in ended:
                 self.prompts.pop(request_id, None)
             if self.uneven is not None:
-                self.uneven.forget(gone)
+                self.uneven.forget(ended)
             if self.trace is not None:
-                self.trace.forget(gone)
+                self.trace.forget(ended)
 
 
 def gone_requests(output: Any) -> list[str]:
-    """Requests that ended, lost their cache, or begin with a cache that we have not touched."""
+    """Return requests that have ended, lost their cache, or begin with an uncompressed cache."""
     return [
         *output.finished_req_ids,
         *(output.preempted_req_ids or ()),
@@ -225,8 +225,8 @@ def gone_requests(output: Any) -> list[str]:
 
 
 def _kernels(facts: ModelFacts) -> Backend:
-    """The native kernels where they run, else PyTorch. On GPUs PyTorch alone, so that nothing is compiled
-    while requests are served."""
+    """Return the native kernels where they run, otherwise PyTorch. GPUs use PyTorch only, so that nothing is
+    compiled while requests are served."""
     if facts.device.type != "cpu":
         return reference
     layers = tuple(staged_layer(layer) for layer in facts.layers)
@@ -235,7 +235,7 @@ def _kernels(facts: ModelFacts) -> Backend:
 
 
 def _stage(kernels: Backend, facts: LayerFacts, views: CacheViews) -> Stage | None:
-    """Where keys are copied for kernels that cannot read the host's cache; None: scored as they are."""
+    """Return the buffer of keys for kernels that cannot read the host's cache; None: no copy is needed."""
     if kernels.NAME == reference.NAME:
         return None
     exact = all(layer.stored == torch.bfloat16 for layer in views.layers)

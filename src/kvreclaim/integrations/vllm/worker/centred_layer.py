@@ -20,9 +20,9 @@ class CentredKeys:
 
     Source: ops/transformed_keys.py.
 
-    centring_queries: [H, D], what queries are multiplied by
-    centring_inverse: [K, D], what keys are multiplied by
-    centring_offset:  [K, D], what is then added to them
+    centring_queries: [H, D], factors of queries
+    centring_inverse: [K, D], factors of keys
+    centring_offset:  [K, D], added to keys afterwards
     """
 
     centring_queries: Tensor
@@ -58,7 +58,7 @@ def centre(layer: Any, kind: type[CentredKeys], own: KeyTransform, like: Tensor)
 
 
 def transform_of(layer: Any) -> KeyTransform | None:
-    """How a layer stores its keys, in fp32; None: as they are."""
+    """Return a layer's transform of its keys, in fp32; None if it has none."""
     if not isinstance(layer, CentredKeys):
         return None
     scale = 1 / layer.centring_inverse.float()

@@ -22,13 +22,13 @@ class PassClock(Protocol):
     def stop(self) -> None: ...
 
     def take(self) -> tuple[float, list[str]] | None:
-        """Seconds between the starts and stops that have been reached since the last call, and the requests
-        whose flag was true; None if there were none. Never waits for the device."""
+        """Return the seconds between starts and stops that were reached since the last call, and the requests
+        with a true flag; None if there were none. Never waits for the device."""
         ...
 
 
 class HostClock:
-    """For devices that compute while the host waits."""
+    """Clock for devices that compute synchronously."""
 
     def __init__(self) -> None:
         self.started, self.seconds, self.steps = 0.0, 0.0, 0

@@ -1,8 +1,8 @@
-"""A drafter's own layers: what a pass keeps of them.
+"""Passes over a drafter's own layers.
 
-They share the target's block tables, so a pass keeps equally many tokens there, in the same blocks. Which
-ones depends on the drafter's own keys: no layer or head of it corresponds to one of the target. That changes
-how many drafts are accepted, never the answer.
+They share the target's block tables, so a pass keeps equally many of their tokens, in the same blocks. The
+choice depends on the drafter's own keys, because its layers and heads do not correspond to the target's. It
+changes how many drafts are accepted, never the answer.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class DrafterApplier(Applier):
 
 
 class DraftedApplier(Applier):
-    """The target's, with that of the drafter's layers. The drafter's forgets by the rows of the target's, so
-    it learns first what a step brings."""
+    """The target's applier, together with the drafter's. The drafter's uses the rows of the target's to
+    forget requests, so it is called first in a step."""
 
     def __init__(self, drafter: DrafterApplier, *args: Any) -> None:
         super().__init__(*args)
@@ -83,7 +83,7 @@ class DraftedApplier(Applier):
         super().begin(scheduler_output)
 
     def take_seconds(self) -> float | None:
-        """Both in one figure."""
+        """Return the seconds of both appliers."""
         own, drafters = super().take_seconds(), self.drafter.take_seconds()
         self.figures.seconds += drafters or 0.0
         return drafters if own is None else own + (drafters or 0.0)

@@ -1,4 +1,4 @@
-"""What a worker knows of requests' slots, kept for those that begin with their snapshots."""
+"""A worker's state of requests' slots, kept for requests that begin with their snapshots."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvreclaim.ops.cell_tables import CellTable
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptState:
-    """What one snapshot leaves to a worker.
+    """A worker's state of one snapshot.
 
-    positions: for each of the Positions that are kept; None where it knows nothing
-    prompt:    leading prompt slots, where only the worker counts them
+    positions: for each of the Positions that are kept; None if they are unknown
+    prompt:    leading prompt slots, if only the worker counts them
     cells:     of unequal heads
     """
 
@@ -39,7 +39,7 @@ class KeptStates:
         self.states: dict[int, KeptState] = {}
 
     def keep(self, news: SnapshotNews, positions: list[Positions]) -> None:
-        """Before the step's requests that are gone are forgotten."""
+        """Keep states of new snapshots, before the step's ended requests are forgotten."""
         for number, num_tokens, request_id in news.kept:
             known = [each.known.get(request_id) for each in positions]
             cells = None if self.heads is None else self.heads.held.get(request_id)
@@ -47,7 +47,7 @@ class KeptStates:
             self.states[number] = KeptState(left, self.prompts.get(request_id), cells)
 
     def begin(self, news: SnapshotNews, positions: list[Positions]) -> None:
-        """Once they are, and the passes are made."""
+        """Begin requests with snapshots, after ended ones are forgotten and the passes are done."""
         for one in news.begun:
             state = self.states[one.number]
             for each, known in zip(positions, state.positions, strict=False):
@@ -71,13 +71,12 @@ class BeginningRows(RunnerRows, Protocol):
     """Rows of requests that may begin with a snapshot."""
 
     def begin(self, request_id: str, shift: int) -> None:
-        """This request, new in this step, begins with tokens whose position minus slot is shift; its blocks
-        are the runner's already."""
+        """Begin a new request with a shift, position minus slot. The runner already has its blocks."""
         ...
 
 
 class SnapshotApplier(Applier):
-    """Keeps what snapshots need to know of requests, and gives it to those that begin with them."""
+    """Applier that keeps the states of snapshots, and restores them for requests that begin with them."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

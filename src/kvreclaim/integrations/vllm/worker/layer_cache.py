@@ -1,4 +1,4 @@
-"""The cache of one attention layer of the host engine: what it holds, and how to write into it.
+"""The cache of one attention layer of the host engine: its format and writes.
 
 Nothing here knows the host's classes: a VllmLayerCache describes one of its attention layers.
 """
@@ -20,7 +20,7 @@ ALL = slice(None)
 
 
 class SlotFormat(Protocol):
-    """What a slot holds that has a token's key and value with their own scales.
+    """The format of a slot with a token's key and value and their own scales.
 
     parts:  bytes of the key, of the value; they move together
     decode: bytes [K, T, n] of a part as numbers [K, T, D] fp32
@@ -34,15 +34,15 @@ class SlotFormat(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VllmLayerCache:
-    """The cache of one attention layer, as its backend sees it.
+    """The cache of one attention layer in its backend's format.
 
     name:     of the layer, for messages, with that of its backend
     cache:    [B, K, S, 2D] in any strides, bytes [B, K, S, n] where slots have a format; B may count blocks
               smaller than those of the block tables
     head_dim: D
-    stored:   what the bytes are: the dtype of the cache, or the fp8 dtype where the cache is uint8
-    compute:  dtype of the keys and values that the backend is given
-    k_scale:  what a stored fp8 key is multiplied by, one or one per head [K]; v_scale alike
+    stored:   dtype of the stored numbers: that of the cache, or the fp8 dtype where the cache is uint8
+    compute:  dtype of the keys and values that the backend stores
+    k_scale:  factor of a stored fp8 key, one or one per head [K]; v_scale: of a value
     write:    the backend's own: keys [T, K, D] and values [T, K, D] into slots [T] int64
     packed:   the backend orders the 2 * S * D elements of a (block, head) in a way of its own
     slots:    format of a slot; None: key and value in the dtype stored
@@ -71,8 +71,8 @@ class VllmLayerCache:
         return self.cache.shape[2]
 
     def plain(self, stored: Tensor, part: int, heads: slice = ALL) -> Tensor:
-        """The model's keys (part 0) or values (1) of some heads, [heads, T, D], from what is stored of them:
-        that itself where it is floats that ops compute with; else in fp32, scaled."""
+        """Return the model's keys (part 0) or values (1) of some heads, [heads, T, D], from the stored ones:
+        unchanged if ops support their dtype, otherwise scaled in fp32."""
         numbers = self._numbers(stored, part)
         return numbers if part or self.keys is None else self.keys.rows(heads).restored(numbers)
 
@@ -98,7 +98,7 @@ def write_tokens(layer: VllmLayerCache, keys: Tensor, values: Tensor, slots: Ten
 
 @contextmanager
 def restored(cache: Tensor, blocks: Tensor) -> Iterator[None]:
-    """Put these blocks back as they were."""
+    """Restore these blocks on exit."""
     before = cache[blocks]
     try:
         yield

@@ -33,7 +33,7 @@ class StepTokens:
 
 
 class KeptSignals:
-    """What policies need of the layers, on this worker's heads.
+    """Signals of the layers for policies, of this worker's heads.
 
     Args:
         facts:  of the layers
@@ -56,7 +56,7 @@ class KeptSignals:
         self._step: StepQueries | None = None
 
     def begin(self, step: StepTokens) -> None:
-        """What the layers show next is of this step."""
+        """Begin a step: following calls are of its tokens."""
         self._slots = step.slots
         if self.queries is None:
             return
@@ -88,7 +88,7 @@ class KeptSignals:
     def of_blocks(
         self, compressor: Compressor, request_id: str, layer: int, end: int, blocks: Tensor, num_tokens: int
     ) -> LayerSignals:
-        """What the compressor's policy needs for the first num_tokens slots of these blocks, in all heads."""
+        """Return the policy's signals for the first num_tokens slots of these blocks, in all heads."""
         policy, queries, scores = compressor.policy, None, None
         if Signal.RECENT_QUERIES in policy.needs:
             queries = self.recent(request_id, layer, end, policy.query_window)
@@ -98,7 +98,7 @@ class KeptSignals:
         return LayerSignals(queries=queries, token_scores=scores)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """These requests are gone or start anew. Scores belong to slots, not to requests."""
+        """Forget requests that have ended or start anew. Scores belong to slots, not to requests."""
         if self.queries is not None:
             for request_id in request_ids:
                 self.queries.drop(request_id)

@@ -1,4 +1,4 @@
-"""Where keys and values lie in the blocks of the host engine's cache: read in token order, moved in place."""
+"""Layouts of keys and values in the host engine's blocks: reads in token order, moves in place."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class PackedLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JoinedLayout:
-    """A layout, and a plane [B, K, S, n] of something else that lies beside its slots and moves with them."""
+    """A layout with a further plane [B, K, S, n] of numbers per slot, which moves with the slots."""
 
     layout: CacheLayout
     plane: Tensor
@@ -121,13 +121,13 @@ class CacheViews:
         self.layouts: tuple[CacheLayout, ...] = tuple(_layout(layer) for layer in layers)
 
     def joining(self, planes: Sequence[Tensor]) -> CacheViews:
-        """The same caches, with which a plane of each layer moves."""
+        """Return views of the caches with a further plane per layer, which moves with the slots."""
         other = copy(self)
         other.layouts = tuple(map(JoinedLayout, self.layouts, planes))
         return other
 
     def restoring(self, keys: Sequence[KeyTransform | None]) -> CacheViews:
-        """The same caches, read as caches of keys that each layer transforms so, [K, D]."""
+        """Return views of the caches that undo each layer's transform [K, D] of keys in reads."""
         other = copy(self)
         other.layers = tuple(
             replace(layer, keys=own and KeyTransform(own.scale[:, None], own.center[:, None]))
@@ -152,7 +152,7 @@ class CacheViews:
     def source(
         self, layer: int, block_ids: Tensor, num_tokens: int, stage: Stage | None = None
     ) -> CacheSource:
-        """These tokens for a policy; valid until the cache changes or the stage is used again."""
+        """Return tokens for a policy; valid until the cache changes or the stage is used again."""
         shape = (self.layers[layer].num_kv_heads, num_tokens)
         return CacheSource(shape, self.device, partial(self.read, layer, block_ids, num_tokens), stage)
 
@@ -190,7 +190,7 @@ class CacheViews:
 
 
 def _is(layer: VllmLayerCache, stored: Tensor, part: int, written: Tensor) -> bool:
-    """Whether what gather has read is what was written, [K, T, D]."""
+    """Return whether the gathered numbers equal the written ones, [K, T, D]."""
     if layer.slots is None:
         return torch.equal(as_float(stored, layer.stored), written)
     error = torch.linalg.vector_norm(layer.plain(stored, part) - written, dim=-1)

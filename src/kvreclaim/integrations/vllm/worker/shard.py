@@ -1,4 +1,4 @@
-"""Which heads of a model one tensor-parallel rank holds: vLLM's own division."""
+"""The heads of a model on one tensor-parallel rank, by vLLM's own division."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The query heads and KV heads, of all of the model's, that one tensor-parallel rank holds."""
+    """The query heads and KV heads of the model that one tensor-parallel rank holds."""
 
     heads: slice
     kv_heads: slice

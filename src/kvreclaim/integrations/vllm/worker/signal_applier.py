@@ -30,13 +30,13 @@ from kvreclaim.schedule.budget.compaction import Pass
 
 
 class Watching(Protocol):
-    """Hooks on the layers, which show what they see to signals."""
+    """Hooks on the layers, which pass their inputs to signals."""
 
     def show_to(self, signals: KeptSignals) -> None: ...
 
 
 class SignalApplier(Applier):
-    """Applier that keeps recent queries, or scores beside the slots, as the engine's policy needs."""
+    """Applier that keeps recent queries, or scores per slot, as the engine's policy needs."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class SignalApplier(Applier):
 
 
 class SignalPasses(UnevenPasses):
-    """UnevenPasses that know what hooks have kept."""
+    """UnevenPasses with the signals of hooks."""
 
     def __init__(self, signals: KeptSignals, *args: Any) -> None:
         super().__init__(*args)

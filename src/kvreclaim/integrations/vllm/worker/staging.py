@@ -1,4 +1,4 @@
-"""Scoring tokens of a cache of another make: read where a policy needs it, copied for our own kernels."""
+"""Scoring of tokens in another engine's cache: read for policies, copied for our own kernels."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ NO_VALUES = 8
 
 
 def staged_layer(facts: LayerFacts) -> LayerFacts:
-    """The layer as the copy holds it: keys alone."""
+    """Return the layer of the copy, which has keys only."""
     return LayerFacts(facts.num_heads, facts.num_kv_heads, facts.head_dim, NO_VALUES, facts.softmax)
 
 
 class Stage:
     """Room for the keys of one layer of one sequence, in the order of a back-end's kernels.
 
-    It grows to the longest sequence seen and is written anew for each one: what stands in it is valid until
-    the next call of put.
+    It grows to the longest sequence and is overwritten for each one. Its content is valid until the next call
+    of put.
     """
 
     def __init__(self, backend: Backend, facts: LayerFacts, dtype: torch.dtype) -> None:

@@ -1,9 +1,9 @@
-"""Where the cells of the host's cache lie: one block of one KV head in one layer, S slots of it.
+"""The cells of the host's cache: a cell is one block of one KV head in one layer, S slots.
 
-The host allocates all layers at once, so every cell is at a multiple of one unit from the first of them. Seen
-as blocks of a cache with one head, in steps of that unit, they can be named by one table, whatever layer or
-head they belong to by nature: where a block of a head is contiguous the unit is a cell; where heads alternate
-slot by slot it is one slot of one head, and blocks of the view overlap, which does no harm to reads.
+The host allocates all layers at once, so every cell is at a multiple of one unit from the first of them. As
+blocks of a cache with one head, in steps of that unit, one table can address them for all layers and heads.
+If a block of a head is contiguous, the unit is a cell. If heads alternate slot by slot, it is one slot of one
+head, and blocks of the view overlap, which is harmless for reads.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def find_grid(views: CacheViews) -> CellGrid:
 
 
 def _as_cells(cache: Tensor, entries: int, unit: int) -> Tensor:
-    """[entries, 1, ...] of a view [B, K, ...] of the layer whose cells come first."""
+    """Return a view [B, K, ...] of the layer with the first cells as [entries, 1, ...]."""
     shape, strides = (entries, 1, *cache.shape[2:]), (unit, unit, *cache.stride()[2:])
     return cache.as_strided(shape, strides, cache.storage_offset())
 

@@ -1,8 +1,8 @@
 """The tables of a step in which every (request, KV head) is a sequence of its own.
 
-What a pass has left of a request stands in a row of a pool on the device. A step's tables are computed from
-it and from the host's own block table, row by row at once: behind the cells of its last pass each head has
-its own cells of the blocks that came since. A request that was never compressed has none of the former.
+The cells left by a request's last pass are in a row of a pool on the device. A step's tables are computed
+from these rows and the host's own block table, for all requests at once: each head has the cells of its last
+pass, then its own cells of the blocks appended since. A request without a pass has only the latter.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class HeadTables:
         self._next: tuple[Tensor, int] | None = None
 
     def put(self, request_id: str, cells: CellTable) -> None:
-        """From now on the request's heads lie in these cells and in what is appended to its table."""
+        """Set the cells of the request's heads. Blocks that are appended to its table follow them."""
         self.held[request_id] = cells
         row = self.rows.get(request_id)
         if row is None:
@@ -99,13 +99,13 @@ class HeadTables:
         self._ahead[row] = (int(cells.counts.max()) - cells.num_blocks) * self.grid.block_size
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Their rows may be used again: steps that read them were sent before whatever writes them next."""
+        """Free the requests' rows. Steps that read them were launched before the next write of these rows."""
         for request_id in request_ids:
             if self.held.pop(request_id, None) is not None:
                 self._free.append(self.rows.pop(request_id))
 
     def announce(self, request_ids: Sequence[str]) -> None:
-        """Take the requests of the step whose metadata are made next, in the order of its rows."""
+        """Announce the requests of the next step, in the order of its rows."""
         self._next = None
         if not self.rows:
             return
@@ -212,7 +212,7 @@ class HeadTables:
         return of_rows, order
 
     def _make_room(self, row: int, width: int) -> None:
-        """For a row of so many cells; nothing that a graph reads moves."""
+        """Make room for a row number and a width in cells. Buffers that a graph reads do not move."""
         more = max(0, row + 1 - len(self._ahead))
         wider = max(0, width - self._table.shape[-1])
         if more:

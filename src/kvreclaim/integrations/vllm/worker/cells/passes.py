@@ -1,7 +1,7 @@
 """A pass after which heads hold unequal numbers of tokens: chosen over all layers, moved head by head.
 
-The tokens of the last block, where it is not full, stay where they are: only full blocks are shared out, so
-that slots, lengths and block tables of the host are those of any other request.
+The tokens of a last block that is not full stay in place. Only full blocks are distributed, so the host's
+slots, lengths and block tables are those of any other request.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class UnevenPasses:
     Args:
         views: the caches of all layers
         grid:  their cells
-        heads: where each request's heads lie
+        heads: cells of each request's heads
         stage: see layouts.CacheViews.source; head_stage: the same for one head
     """
 
@@ -63,13 +63,13 @@ class UnevenPasses:
         check: Callable[[Tensor], None],
         all_slots: bool,
     ) -> HeadRows | None:
-        """Choose, move, note.
+        """Choose the kept slots, move them, and record their positions.
 
         positions: of the slots, for policies that need them
-        check:     what becomes of a NaN among the scores
+        check:     called with the scores to find a NaN
         all_slots: whether the result is used
 
-        Returns: the slots that stay of each head, ascending.
+        Returns: the kept slots of each head, ascending.
         """
         blocks = self.views.block_ids(one.source_ids)
         open_slots = one.num_tokens % (self.grid.block_size * self.views.ratio)
@@ -89,21 +89,21 @@ class UnevenPasses:
         return CellQuestion(self, *args)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """These requests are gone or start anew."""
+        """Forget requests that have ended or start anew."""
         self.heads.forget(request_ids)
 
     def _as_backend(self, block: int) -> np.ndarray:
         return block * self.views.ratio + np.arange(self.views.ratio)
 
     def _move(self, request: CellQuestion, choice: UnevenChoice, blocks: np.ndarray) -> CellTable:
-        """Heads are read whole before they are written, MAX_BYTES at a time."""
+        """Move the survivors. Heads are read whole before they are written, MAX_BYTES at a time."""
         size, kept = self.grid.block_size, choice.kept
-        wanted, held = kept.counts // size, request.tokens // size
-        table, order = assign_cells(request.present, held, wanted, self.grid.natural(blocks))
-        moves = CellMoves(request.present, held, kept, table, order)
+        num_kept, num_held = kept.counts // size, request.tokens // size
+        table, order = assign_cells(request.present, num_held, num_kept, self.grid.natural(blocks))
+        moves = CellMoves(request.present, num_held, kept, table, order)
         for slots, sources, targets in moves.parts(size, MAX_BYTES // self.grid.cell_bytes):
             self.grid.layout.compact(slots[None], sources, targets)
-        return CellTable(table, wanted, len(blocks), choice.prompt_slots + request.prompt_tail)
+        return CellTable(table, num_kept, len(blocks), choice.prompt_slots + request.prompt_tail)
 
 
 class CellQuestion:

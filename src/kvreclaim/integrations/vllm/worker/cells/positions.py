@@ -15,19 +15,19 @@ from kvreclaim.schedule.budget.compaction import Pass
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadPositions:
-    """left: int32, of what the last pass has left. computed: tokens computed when it was made; all later ones
-    stand behind."""
+    """left: int32, positions of the tokens that the last pass left. computed: tokens computed by then; all
+    later ones follow."""
 
     left: HeadRows
     computed: int
 
     def at(self, computed: int) -> HeadRows:
-        """When so many tokens are computed."""
+        """Return the positions when `computed` tokens are computed."""
         new = torch.arange(self.computed, computed, dtype=torch.int32, device=self.left.flat.device)
         return self.left.append(new, 0 * self.left.counts, 0 * self.left.counts + len(new))
 
     def until(self, num_tokens: int) -> HeadPositions:
-        """Leave the first num_tokens tokens; every head has those that go, the last ones."""
+        """Return the positions of the first num_tokens tokens. All heads have the later ones that are cut."""
         behind = self.computed - num_tokens
         if behind <= 0:
             return self
@@ -45,7 +45,7 @@ class Positions:
     known: dict[str, HeadPositions] = field(default_factory=dict)
 
     def of(self, request_id: str, first: bool, computed: int) -> HeadPositions | None:
-        """Before a pass; None where earlier passes were not seen."""
+        """Return the positions before a pass; None if earlier passes were not seen."""
         if first:
             return HeadPositions(HeadRows.empty(self.shape, torch.int32, self.device), 0)
         return self.known.get(request_id)
@@ -56,15 +56,15 @@ class Positions:
         return None if found is None else found.at(computed).flat.view(*self.shape, -1)
 
     def keep(self, request_id: str, first: bool, computed: int, kept: HeadRows) -> None:
-        """A pass has kept these slots of each head, ascending. Where earlier ones were not seen, nothing is
-        noted."""
+        """Record the slots of each head that a pass kept, ascending. Nothing is recorded if earlier passes
+        were not seen."""
         before = self.of(request_id, first, computed)
         if before is not None:
             own = HeadRows(kept.flat.to(self.device), kept.counts)
             self.known[request_id] = HeadPositions(before.at(computed).take(own), computed)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """These requests are gone or start anew."""
+        """Forget requests that have ended or start anew."""
         for request_id in request_ids:
             self.known.pop(request_id, None)
 
@@ -83,7 +83,7 @@ def padded(heads: HeadRows) -> Tensor:
 
 @dataclass(slots=True)
 class PassTrace:
-    """Which positions each pass kept, for tests. Costs a copy to the host per pass.
+    """The positions that each pass kept, for tests. Costs a copy to the host per pass.
 
     positions: of the slots after each request's last pass
     passes:    (request, position of the next query, positions kept [L, K, most] int32, -1 behind those of a
@@ -94,7 +94,7 @@ class PassTrace:
     passes: list[tuple[str, int, Tensor]] = field(default_factory=list)
 
     def add(self, done: Pass[str], kept: HeadRows) -> None:
-        """kept: slots of each head. A request whose first pass was not seen is left out."""
+        """Record a pass. kept: slots of each head. Requests are skipped if their first pass was not seen."""
         self.positions.keep(done.seq_id, done.first, done.logical_len, kept)
         if done.seq_id in self.positions.known:
             self.passes.append(
@@ -102,10 +102,10 @@ class PassTrace:
             )
 
     def take(self) -> list[tuple[str, int, Tensor]]:
-        """The passes since the last call."""
+        """Return the passes since the last call."""
         passes, self.passes = self.passes, []
         return passes
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """These requests are gone or start anew."""
+        """Forget requests that have ended or start anew."""
         self.positions.forget(request_ids)

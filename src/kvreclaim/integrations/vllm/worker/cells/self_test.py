@@ -1,4 +1,4 @@
-"""Proved at start: a back-end's attention reads cells of any layer and head where the grid says they lie."""
+"""A test at start: a back-end's attention reads cells of any layer and head by the addresses of the grid."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ Attend = Callable[[int, Tensor, StepCells], Tensor]
 
 
 def prove_cells(views: CacheViews, grid: CellGrid, facts: Sequence[LayerFacts], attend: Attend) -> None:
-    """Write random tokens through the back-end, deal their cells to rows at random, and hold what the
-    back-end's attention answers against softmax over what those cells hold. Blocks are restored.
+    """Write random tokens through the back-end, assign their cells to rows at random, and compare the
+    back-end's attention with softmax over the contents of those cells. Blocks are restored.
 
     Args:
         facts:  of the layers
@@ -80,7 +80,7 @@ def _compare_reads(views: CacheViews, grid: CellGrid, blocks: Tensor) -> None:
 
 
 def _step(grid: CellGrid, blocks: Tensor, generator: torch.Generator) -> StepCells:
-    """Rows of unequal lengths whose cells are of any layer and head."""
+    """Return rows of unequal lengths with cells of random layers and heads."""
     size, (layers, _) = grid.block_size, grid.shape
     every = torch.from_numpy(grid.natural(blocks.numpy())).flatten()
     most = max(1, min(3, len(every) // len(QUERIES)))
@@ -111,7 +111,7 @@ def _expected(
     facts: LayerFacts,
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
-    """Queries [5, G, D] and softmax over what the cells of each row hold, causal: [5, G, D] fp32."""
+    """Return queries [5, G, D] and causal softmax over the cells of each row: [5, G, D] fp32."""
     own = views.layers[layer]
     queries = torch.randn((sum(QUERIES), facts.group_size, own.head_dim), generator=generator) * SPREAD
     queries = queries.to(own.compute).to(views.device)
