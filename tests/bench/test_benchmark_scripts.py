@@ -252,7 +252,7 @@ def test_every_order_finds_everything_in_an_infinite_cache_and_accounts_for_each
         (["--blocks", "2"], "--blocks holds 2, but a request of the trace has 3 blocks"),
         (["--blocks", "many"], "--blocks is 'many'"),
         (["--orders", "fifo"], "an entry of --orders is 'fifo'; it must be one of lru, slru,"),
-        (["--trace", "nonesuch"], "--trace nonesuch cannot be read"),
+        (["--trace", "nonesuch"], "--trace 'nonesuch' cannot be read"),
     ],
 )
 def test_a_case_refuses_with_one_sentence(trace, arguments, sentence):

@@ -74,7 +74,7 @@ def test_unequal_heads(policy, model, monkeypatch):
     assert all(launches.waits.total() <= 3 for each in found for launches in each)
 
 
-@pytest.mark.parametrize(("policy", "of_layer"), [("triattention", 25), ("knorm", 9)])
+@pytest.mark.parametrize(("policy", "of_layer"), [("triattention", 26), ("knorm", 9)])
 def test_equal_counts(policy, of_layer, model, monkeypatch):
     """Each layer is scored by itself."""
     found = [rounds(model(*shape), policy, 1, monkeypatch) for shape in ((2, 2), (2, 8), (4, 8))]

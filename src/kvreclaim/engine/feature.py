@@ -26,34 +26,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from kvreclaim.compression.compressor import Compressor
+from kvreclaim.engine.request.hooks import TokenReader
 from kvreclaim.engine.request.outputs import RequestMetrics
+from kvreclaim.engine.request.request import Request, Sequence
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.refusals import Feature
 from kvreclaim.schedule.budget.footprint import Footprint
-
-if TYPE_CHECKING:
-    from kvreclaim.engine.request.request import Request, Sequence
-
-
-class TokenReader(Protocol):
-    """Follows one output, token by token.
-
-    forced:     the next token; None: any may follow
-    num_answer: the last characters of the text so far that may hold stop strings; None: all new ones
-    is_unsure:  whether it is not known yet that the text so far may hold stop strings
-    """
-
-    num_answer: int | None
-    is_unsure: bool
-
-    @property
-    def forced(self) -> int | None: ...
-
-    def take(self, token: int) -> None:
-        """Take the next token into account."""
 
 
 @dataclass(slots=True, eq=False)

@@ -24,6 +24,8 @@ def move(x: Tensor | np.ndarray, device: torch.device) -> Tensor:
 def fetch(tensors: Sequence[Tensor]) -> list[np.ndarray]:
     """float64 copies on the host of tensors of any shapes: one wait for the device of the first."""
     device = tensors[0].device
+    if len(tensors) == 1:
+        return [tensors[0].cpu().double().numpy()]
     flat = torch.cat([move(x, device).double().flatten() for x in tensors]).cpu().numpy()
     parts = np.split(flat, np.cumsum([x.numel() for x in tensors])[:-1])
     return [part.reshape(tuple(x.shape)) for part, x in zip(parts, tensors, strict=True)]

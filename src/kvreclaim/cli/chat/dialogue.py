@@ -119,7 +119,9 @@ class Dialogue:
             compression=config,
             may_end_early=True,
         ).having(form.thinking(ids, with_tools=False))
-        spec = llm.promised(rewritten(spec, is_rewritten=form.takes_apart(with_tools=False)))
+        if form.takes_apart(with_tools=False):
+            spec = rewritten(spec)
+        spec = llm.promised(spec)
         return llm.engine.add(spec, None if spec.compression is None else llm.compressor(spec.compression))
 
     def _prompt(self, messages: Sequence[Message]) -> list[int]:

@@ -22,9 +22,9 @@ from kvreclaim.config import EngineConfig
 from kvreclaim.engine.api.compressors import Compressors
 from kvreclaim.engine.api.kept_statistics import in_best_format, stats_source
 from kvreclaim.engine.api.prompts import Prompt, check_type, request_of
+from kvreclaim.engine.api.thinking import span_by_template
 from kvreclaim.engine.features import FEATURES
 from kvreclaim.engine.features.snapshots.feature import SnapshotUse
-from kvreclaim.engine.features.thinking.spans import span_by_template
 from kvreclaim.engine.offload.session import SessionInfo
 from kvreclaim.engine.offload.stats import TierStats
 from kvreclaim.engine.request.outputs import EngineTotals

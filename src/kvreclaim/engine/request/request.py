@@ -15,6 +15,7 @@ from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.prefill.method import SparsePrefill
 from kvreclaim.engine.request.chunk_reuse import Reuse
 from kvreclaim.engine.request.compression_state import CompressionState
+from kvreclaim.engine.request.hooks import FeatureHooks, TokenReader
 from kvreclaim.engine.request.outputs import (
     CompletionOutput,
     FinishReason,
@@ -35,7 +36,6 @@ from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.schedule.budget.account import EvictionCounters
 
 if TYPE_CHECKING:
-    from kvreclaim.engine.feature import RequestFeature, TokenReader
     from kvreclaim.engine.sampling.grammar import Matcher
 
 
@@ -263,8 +263,8 @@ class Request:
     error: str | None = None
     refusal: InvalidArgumentError | None = None
     prompt_done: bool = False
-    features: tuple[RequestFeature, ...] = ()
-    before_passes: tuple[RequestFeature, ...] = ()
+    features: tuple[FeatureHooks, ...] = ()
+    before_passes: tuple[FeatureHooks, ...] = ()
     state: Mapping[type, Any] = field(default_factory=dict)
     verify: Verify | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()

@@ -6,6 +6,7 @@ import itertools
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,7 +66,8 @@ class OutputProcessor:
                 one row, which is only checked
         """
         best = logits.max(-1)  # one pass: a NaN anywhere in a row is its maximum
-        finite, argmax = torch.stack((best.values.isfinite(), best.indices)).tolist()  # one wait
+        both = torch.stack((best.values.double(), best.indices.double())).cpu().numpy()  # one wait
+        finite, argmax = np.isfinite(both[0]).tolist(), both[1].astype(np.int64).tolist()
         sound, row = [], 0
         is_sound = all(finite)
         for item, positions in zip(step, owned, strict=True):

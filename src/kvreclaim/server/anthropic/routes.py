@@ -66,7 +66,8 @@ async def create_message(
         may_end_early=True,
         options=http_options(body),
     ).having(rendered.dropped)
-    prompt = rewritten(prompt, is_rewritten=form.takes_apart(with_tools=body.offered is not None))
+    if form.takes_apart(with_tools=body.offered is not None):
+        prompt = rewritten(prompt)
     prompt = _compressing_prompt(prompt, rendered, compression or service.engine.served.compression)
     prompt = await _with_grammar(body, form, service, tenant, prompt)
     answer = AnthropicResponse(body, service, request_id_of(request.scope), prompt)

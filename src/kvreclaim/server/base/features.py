@@ -10,11 +10,13 @@ from pydantic import BaseModel, create_model
 from kvreclaim.engine.features import FEATURES
 
 T = TypeVar("T", bound=BaseModel)
+FIELDS = {feature: tuple(names) for feature in FEATURES if (names := feature.http_fields())}
+"""Features with fields in HTTP bodies, and the names of these."""
 
 
 def feature_fields() -> Iterator[str]:
     """Names of all features' fields."""
-    return (name for feature in FEATURES for name in feature.http_fields())
+    return (name for names in FIELDS.values() for name in names)
 
 
 def with_features(body: type[T]) -> type[T]:
@@ -38,8 +40,8 @@ def with_usage(schema: type[T]) -> type[T]:
 def http_options(body: BaseModel) -> dict[type, Any]:
     """The options in a body, by their types. Raises: InvalidArgumentError."""
     found: dict[type, Any] = {}
-    for feature in FEATURES:
-        option = feature.option_of({name: getattr(body, name) for name in feature.http_fields()})
+    for feature, names in FIELDS.items():
+        option = feature.option_of({name: getattr(body, name) for name in names})
         if option is not None:
             found[feature.option] = option
     return found

@@ -130,8 +130,9 @@ async def prompt_of(body: ChatRequest, service: Service, tenant: Tenant) -> Requ
     if body.skip_special_tokens is None and form.needs_special_tokens(with_tools=with_tools):
         params = replace(params, skip_special_tokens=False)
     prompt = engine_prompt(ids, params, body, service, tenant, compression, beams=beams, chunks=chunks)
-    is_rewritten = form.takes_apart(with_tools=with_tools)
-    prompt = rewritten(prompt.having(dropped), is_rewritten=is_rewritten)
+    prompt = prompt.having(dropped)
+    if form.takes_apart(with_tools=with_tools):
+        prompt = rewritten(prompt)
     follow = partial(with_grammar, form, offer, structured, continues=bool(body.continue_final_message))
     return bounded([await service.workers.run(tenant.name, partial(follow, prompt))], service)[0]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvreclaim.engine.api.chat import variables_of
 from kvreclaim.engine.api.exports import Tokenizer
-from kvreclaim.engine.features.thinking.spans import prompt_end, think_span
+from kvreclaim.engine.api.thinking import prompt_end, think_span
 from kvreclaim.parsers.formats import (
     ARRAY,
     HARMONY,

@@ -103,9 +103,6 @@ class PromptSnapshots(RequestFeature):
         )
 
 
-def rewritten(spec: RequestSpec, *, is_rewritten: bool) -> RequestSpec:
-    """The request with this is_rewritten."""
-    option = spec.option(SnapshotUse)
-    if option is None and not is_rewritten:
-        return spec
-    return spec.having(replace(option or SnapshotUse(), is_rewritten=is_rewritten))
+def rewritten(spec: RequestSpec) -> RequestSpec:
+    """Return the request as one of which the next turn may repeat the answer in other tokens."""
+    return spec.having(replace(spec.option(SnapshotUse) or SnapshotUse(), is_rewritten=True))
