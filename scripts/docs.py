@@ -36,7 +36,7 @@ COMPATIBILITY, PLANNING = ROOT / "docs/compatibility.md", ROOT / "docs/planning.
 EXAMPLES = ROOT / "src/kvreclaim/server/page/examples.json"
 COMPATIBILITY_HEAD = """# Compatibility
 
-These features do not work together; a test covers each other pair (`tests/supported_pairs.txt`). The engine \
+These features do not work together; a test runs each other pair (`tests/supported_pairs.txt`). The engine \
 refuses a combination at its start or when a request is added. After a change in `src/kvreclaim/refusals/`, \
 run `python scripts/docs.py compatibility`. [vllm.md](vllm.md) lists what the plugin refuses of \
 vLLM's options.

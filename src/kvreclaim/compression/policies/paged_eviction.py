@@ -18,7 +18,7 @@ class PagedEviction(CompressionPolicy):
 
         score = |v| / |k|
 
-    The blocks with the lowest mean over their tokens, layers and KV heads are evicted. An evicted block
+    and the blocks with the lowest mean over their tokens, layers and KV heads are evicted. An evicted block
     is free in every layer, so no bytes move. In exchange a good token in a bad block is lost, and the
     kept tokens fill a whole number of blocks.
 
