@@ -1,7 +1,7 @@
 """Which features do not work together, and why: one table for engine, server, CLI, planner, vLLM and docs.
 
-Callers pass each feature with its name in a message; `refuse` raises for the first row of the table whose
-features are all on. `python scripts/docs.py compatibility` writes docs/compatibility.md from it.
+Callers pass each feature with its name in a message; `refuse` raises for the first row of the table with
+all features on. `python scripts/docs.py compatibility` writes docs/compatibility.md from it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["TABLE", "Feature", "refuse"]
 
 
 def refuse(features: Mapping[Feature, object]) -> None:
-    """Raise InvalidArgumentError for the first row of the table whose features are all on. None and False:
+    """Raise InvalidArgumentError for the first row of the table with all features on. None and False:
     the feature is off; other values stand in the message."""
     on = {each: value for each, value in features.items() if value is not None and value is not False}
     for row in TABLE:

@@ -136,9 +136,8 @@ class Engine:
         self.backend = backend = choice.backend
         self.totals = totals = EngineTotals()
         self.extensions = Extensions()
-        on = tuple(
-            make(self) for make in features
-        )  # a setting that they refuse is refused before storage is taken
+        # Features may refuse a setting, so they are made before storage is allocated.
+        on = tuple(make(self) for make in features)
         self.storage = storage = make_storage(loaded, config, groups, form, backend, totals)
         self.memory, self.cache, self.device_cache = storage.memory, storage.cache, storage.device
         self.limits = admitting(config, self.memory.pool.num_blocks)
