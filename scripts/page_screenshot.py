@@ -28,7 +28,7 @@ from playwright.sync_api import Page, sync_playwright
 from kvreclaim import LLM, demo_model, real_model
 from kvreclaim.bench.systems.vllm_server import NAME, VllmServer
 from kvreclaim.bench.vllm_plugin import link_model
-from kvreclaim.engine.serving.thread import AsyncEngine
+from kvreclaim.engine.serving.client import AsyncEngine
 from kvreclaim.server.base.config import ServerConfig
 from kvreclaim.server.entry.run import Server
 from kvreclaim.server.http.listener import bind

@@ -11,7 +11,7 @@ from kvreclaim.engine import features
 features.FEATURES += (AnswerPrefixes,)  # the line that it takes in engine/features/__init__.py
 
 from kvreclaim import LLM, SamplingParams, demo_model  # noqa: E402  (takes the features)
-from kvreclaim.engine.serving.thread import AsyncEngine  # noqa: E402
+from kvreclaim.engine.serving.client import AsyncEngine  # noqa: E402
 from kvreclaim.server.base.config import ServerConfig  # noqa: E402
 from kvreclaim.server.entry.app import create_app  # noqa: E402
 from kvreclaim.server.shared.service import Service  # noqa: E402

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvreclaim.compression.config import CompressionConfig
     from kvreclaim.engine.api.llm import LLM
     from kvreclaim.engine.request.outputs import RequestOutput
-    from kvreclaim.engine.serving.thread import AsyncEngine
+    from kvreclaim.engine.serving.client import AsyncEngine
 
 __version__ = version("kvreclaim")
 __all__ = [
@@ -61,7 +61,7 @@ __all__ = [
 _HOMES = {
     "LLM": "kvreclaim.engine.api.llm",
     "StructuredOutputsParams": "kvreclaim.structured_outputs",
-    "AsyncEngine": "kvreclaim.engine.serving.thread",
+    "AsyncEngine": "kvreclaim.engine.serving.client",
     "CompressionConfig": "kvreclaim.compression.config",
     "RequestOutput": "kvreclaim.engine.request.outputs",
 }

@@ -16,9 +16,8 @@ import tiny
 
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.engine.request.spec import RequestSpec
-from kvreclaim.engine.serving.client import EngineClient
-from kvreclaim.engine.serving.stream import RequestStream, Update
-from kvreclaim.engine.serving.thread import AsyncEngine
+from kvreclaim.engine.serving.client import AsyncEngine, EngineClient, RequestStream
+from kvreclaim.engine.serving.core import Update
 
 LIMIT_S = 300.0
 """A test that waits longer has lost an update; nothing is timed."""

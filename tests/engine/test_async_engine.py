@@ -14,8 +14,8 @@ from settings import assert_idle, small
 
 from kvreclaim import SamplingParams
 from kvreclaim.compression.stats import QueryStats
-from kvreclaim.engine.serving.stream import Update
-from kvreclaim.engine.serving.thread import AsyncEngine
+from kvreclaim.engine.serving.client import AsyncEngine
+from kvreclaim.engine.serving.core import Update
 from kvreclaim.errors import EngineDeadError, RequestTooLongError
 
 

@@ -11,7 +11,7 @@ import tiny
 from async_reading import GREEDY, LIMIT_S, Answer, Witness, new, read, run, serving
 from settings import assert_idle
 
-from kvreclaim.engine.serving.stream import Update
+from kvreclaim.engine.serving.core import Update
 from kvreclaim.errors import EngineDeadError
 
 

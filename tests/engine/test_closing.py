@@ -10,10 +10,10 @@ import tiny
 
 from kvreclaim import SamplingParams
 from kvreclaim.engine.serving.channel import Channel
+from kvreclaim.engine.serving.client import AsyncEngine
 from kvreclaim.engine.serving.core import EngineCore
 from kvreclaim.engine.serving.core_process import EngineCoreProc
 from kvreclaim.engine.serving.messages import Stop
-from kvreclaim.engine.serving.thread import AsyncEngine
 from kvreclaim.errors import InvalidArgumentError
 
 GIB = 2**30

@@ -10,9 +10,8 @@ from hypothesis import given
 
 from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.engine.sampling.logprobs import Logprob
+from kvreclaim.engine.serving.core import OutputDelta, Reports, Update
 from kvreclaim.engine.serving.messages import EngineUpdate
-from kvreclaim.engine.serving.reports import Reports
-from kvreclaim.engine.serving.stream import OutputDelta, Update
 
 NUMBERS = st.builds(Logprob, st.floats(max_value=0.0), st.integers(1, 300_000))
 REPORTS = st.lists(st.none() | st.dictionaries(st.integers(0, 300_000), NUMBERS, max_size=4), max_size=5)

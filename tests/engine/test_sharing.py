@@ -8,7 +8,7 @@ import tiny
 from settings import with_options
 
 from kvreclaim import CompressionConfig, SamplingParams
-from kvreclaim.engine.serving.sharing import who_shares
+from kvreclaim.engine.serving.pool_view import who_shares
 from kvreclaim.page.sharing import MAX_ROWS, SharedRun, _tree
 
 SYSTEM, *TAILS = tiny.prompts((96, 40, 33, 20), seed=8)

@@ -6,9 +6,9 @@ from bisect import insort
 from collections import Counter
 from operator import attrgetter
 
+from kvreclaim.schedule.admission import known_growth, own_slots
 from kvreclaim.schedule.scheduler import Scheduler
 from kvreclaim.schedule.sequence import ScheduledSequence, Status
-from kvreclaim.schedule.slots_needed import known_growth, own_slots
 from kvreclaim.schedule.state import StepPlanBuilder
 from kvreclaim.schedule.step import Admitted, Preempted, StepPlan
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvreclaim.memory.windows.window import Window
 from kvreclaim.schedule import EvictionMethod, Footprint
-from kvreclaim.schedule.budget.lengths import excess_slots, longest_sequence
+from kvreclaim.schedule.budget.footprint import excess_slots, longest_sequence
 
 PLAIN = Footprint(block_size=4, max_chunk=8)
 BOUNDED = Footprint(EvictionMethod.COMPACT, budget=12, interval=6, block_size=4, max_chunk=8)

@@ -13,7 +13,7 @@ from kvreclaim.memory import MemoryManager
 from kvreclaim.memory.offload import OffloadSlots
 from kvreclaim.offload.plan.tiered_offload import TieredOffload
 from kvreclaim.schedule import EvictionMethod, Footprint, ScheduledSequence, Scheduler, StepDone
-from kvreclaim.schedule.slots_needed import slots_of_fork
+from kvreclaim.schedule.admission import slots_of_fork
 from kvreclaim.schedule.snapshot_key import SnapshotKey
 
 SIZE = 4

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from web import LIMIT_S
 
 from kvreclaim import LLM, demo_model
-from kvreclaim.engine.serving.thread import AsyncEngine
+from kvreclaim.engine.serving.client import AsyncEngine
 from kvreclaim.server.base.config import ServerConfig
 from kvreclaim.server.entry.run import Server
 from kvreclaim.server.http.connections import Connections

@@ -18,7 +18,7 @@ from speaking import CALL, MISTRAL_CALL, save_speaker, saying
 from steering import LIMIT_S, Asking, assert_empty, halted
 
 from kvreclaim import LLM
-from kvreclaim.engine.serving.stream import Update
+from kvreclaim.engine.serving.core import Update
 from kvreclaim.server.base.errors import ApiError
 from kvreclaim.server.openai.fields import SharedFields
 from kvreclaim.server.responses.fields import ResponsesRequest

@@ -15,7 +15,7 @@ from kvreclaim import LLM, CompressionConfig
 from kvreclaim.calibrate.calibration import calibrate
 from kvreclaim.cli.main import app
 from kvreclaim.compression_settings import CONTENTS
-from kvreclaim.engine.request.footprints import footprint_of
+from kvreclaim.engine.request.spec import footprint_of
 from kvreclaim.sim.options import ReplicaOptions, Serving
 
 CURVE = curve(

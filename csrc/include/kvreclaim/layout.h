@@ -54,7 +54,7 @@ struct Formats {
 };
 constexpr bool is_plain(Formats formats) { return is_plain(formats.k); }
 
-// Those that a cache may have; the order is that of ops/native/views.py.
+// Those that a cache may have; the order is that of ops/native/storage.py.
 constexpr Formats kCacheFormats[] = {
     Format::kF32,  Format::kBF16, Format::kF16,    Format::kFP8,
     Format::kInt8, Format::kInt4, Format::kTurbo4, {Format::kInt8, Format::kInt4}};

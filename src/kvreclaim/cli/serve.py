@@ -93,7 +93,7 @@ def serve(
 def _launched(spec: EngineSpec, started: StartedProcess | None) -> EngineClient:
     """Start the engine in this process, or in its own while this one imports the server."""
     if started is None:
-        from kvreclaim.engine.serving.thread import AsyncEngine
+        from kvreclaim.engine.serving.client import AsyncEngine
 
         return AsyncEngine(spec.load())
     from kvreclaim.engine.serving.process import ProcessEngine

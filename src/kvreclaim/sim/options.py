@@ -22,8 +22,7 @@ from kvreclaim.plan.pool import Seats, make_pool, roomy_pool
 from kvreclaim.plan.roofline import roofline
 from kvreclaim.plan.shapes import ModelShape
 from kvreclaim.plan.weights import PLAIN_BITS, dtype_of, weight_format
-from kvreclaim.schedule.budget.footprint import Footprint
-from kvreclaim.schedule.budget.lengths import longest_sequence
+from kvreclaim.schedule.budget.footprint import Footprint, longest_sequence
 from kvreclaim.schedule.rates import Rates
 from kvreclaim.schedule.scheduler import POLICIES
 from kvreclaim.sim.settings import Settings

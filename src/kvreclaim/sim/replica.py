@@ -11,7 +11,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.offload.plan.tiered_offload import TieredOffload
 from kvreclaim.plan.cost import StepLoad, StepTime, keys_read, load_of
 from kvreclaim.schedule import Footprint, Pass, StepDone, StepPlan
-from kvreclaim.schedule.budget.lengths import excess_slots
+from kvreclaim.schedule.budget.footprint import excess_slots
 from kvreclaim.sim.content import Links
 from kvreclaim.sim.fast_forward import leap, leap_length
 from kvreclaim.sim.request import RequestRecord, SimRequest, Simulated

@@ -17,7 +17,7 @@ from kvreclaim.ops.batch import AttentionBatch, BatchArrays
 from kvreclaim.ops.cells import CellBatch, cell_batch, cell_layers
 from kvreclaim.ops.extension import native as module
 from kvreclaim.ops.kv_cache import LayerCache
-from kvreclaim.ops.native.views import make_batch
+from kvreclaim.ops.native.storage import make_batch
 
 LENGTHS = st.integers(1, 70).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n)))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from twins import DTYPES, HOW, LENGTHS, SHAPES, Ask, Shape, Twins, asks, noise, twins
 
 from kvreclaim.ops import extension, native, reference
-from kvreclaim.ops.native.views import cache_view, make_batch
+from kvreclaim.ops.native.storage import cache_view, make_batch
 
 pytestmark = pytest.mark.usefixtures("isa")
 CLOSE = {"atol": 1e-5, "rtol": 2e-5}

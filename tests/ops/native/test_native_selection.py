@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.ops.native.selection import select_top
+from kvreclaim.ops.native.scoring import select_top
 
 INF = float("inf")
 

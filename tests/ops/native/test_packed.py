@@ -11,8 +11,7 @@ from torch import Tensor
 
 from kvreclaim.ops import native
 from kvreclaim.ops.native.decoder import Norm, Projection
-from kvreclaim.ops.native.norm import rms_norm
-from kvreclaim.ops.native.packed import ACTIVATIONS, packed_linear, unpack_rows
+from kvreclaim.ops.native.linear import ACTIVATIONS, packed_linear, rms_norm, unpack_rows
 from kvreclaim.ops.packed import PackedMatrix
 from kvreclaim.weights.packed import CodeRule, PackedRows
 

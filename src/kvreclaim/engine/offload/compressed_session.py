@@ -17,8 +17,8 @@ from kvreclaim.engine.offload.image_record import KIND, UnfitError, image_from, 
 from kvreclaim.engine.offload.offloading import Offload
 from kvreclaim.engine.offload.prefixes import is_file_of
 from kvreclaim.engine.offload.snapshot_state import SnapshotStore
-from kvreclaim.engine.request.footprints import compressing_prompt, footprint_of
 from kvreclaim.engine.request.snapshot_recipe import PASS_SEMANTICS, VERSION, snapshot_key
+from kvreclaim.engine.request.spec import compressing_prompt, footprint_of
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.offload.store.session_file import SessionFile

@@ -1,21 +1,131 @@
 """The engine's side of serving: requests in, updates out, between two steps. It runs in any thread or
-process."""
+process; updates can be pickled."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from itertools import islice
+from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.engine.api.llm import LLM
+from kvreclaim.engine.request.outputs import FinishReason, RequestMetrics
 from kvreclaim.engine.request.request import Request
 from kvreclaim.engine.request.request import Sequence as Output
 from kvreclaim.engine.request.spec import RequestSpec
-from kvreclaim.engine.serving.reports import Reports
-from kvreclaim.engine.serving.stream import OutputDelta, Update
+from kvreclaim.engine.sampling.logprobs import Logprob
 from kvreclaim.engine.step.engine import Engine, StepResult
+from kvreclaim.errors import InvalidArgumentError
+
+R = TypeVar("R", dict[int, Logprob], dict[int, Logprob] | None)
+
+NONE = -1
+"""The size of a report that is None."""
+
+
+class Reports(Generic[R]):
+    """Reports of consecutive tokens in four arrays.
+
+    Each iteration makes new objects, at about 1 us per log-probability. Do not iterate in the engine's loop.
+    """
+
+    __slots__ = ("_ids", "_logprobs", "_ranks", "_sizes")
+
+    def __init__(self, reports: Sequence[R]) -> None:
+        given = [report for report in reports if report is not None]
+        found = [logprob for report in given for logprob in report.values()]
+        self._sizes = array("q", [NONE if report is None else len(report) for report in reports])
+        self._ids = array("q", [token_id for report in given for token_id in report])
+        self._logprobs = array("d", [each.logprob for each in found])
+        self._ranks = array("q", [each.rank for each in found])
+
+    def extend(self, later: Reports[R]) -> None:
+        """Append the reports of the tokens that follow."""
+        for name in self.__slots__:
+            getattr(self, name).extend(getattr(later, name))
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __iter__(self) -> Iterator[R]:
+        entries = zip(self._ids, map(Logprob, self._logprobs, self._ranks), strict=True)
+        for size in self._sizes:
+            yield cast(R, None if size == NONE else dict(islice(entries, size)))
+
+    def __getstate__(self) -> list[bytes]:
+        return [getattr(self, name).tobytes() for name in self.__slots__]
+
+    def __setstate__(self, state: list[bytes]) -> None:
+        for name, held in zip(self.__slots__, state, strict=True):
+            numbers: array[Any] = array("d" if name == "_logprobs" else "q")
+            numbers.frombytes(held)
+            setattr(self, name, numbers)
+
+
+PromptReports = Reports[dict[int, Logprob] | None]
+"""One report per prompt token. The first is None, because no logits predict it."""
+
+
+@dataclass(slots=True)
+class OutputDelta:
+    """The new part of one output since the last update.
+
+    text may be empty although there are tokens: the beginning of a stop string or character is held back
+    logprobs: of the tokens, None where there are none
+    scores:   of what a beam search has found: cumulative_logprob and sequences_scores
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: Reports[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    scores: tuple[float, float] | None = None
+
+    def extend(self, later: OutputDelta) -> None:
+        """Append a later delta."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        if self.logprobs is not None and later.logprobs is not None:
+            self.logprobs.extend(later.logprobs)
+        else:
+            self.logprobs = self.logprobs or later.logprobs
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+        self.scores = later.scores
+
+
+@dataclass(slots=True)
+class Update:
+    """The new part of a request since the last update.
+
+    metrics:         of the request so far, in its first update and its last
+    finished:        nothing follows; error: why the request failed, None otherwise
+    refusal:         the error if it was caused by the request's own options
+    prompt_logprobs: of every token of the prompt, in the first update, if requested
+    """
+
+    deltas: dict[int, OutputDelta]
+    metrics: RequestMetrics | None = None
+    finished: bool = False
+    error: str | None = None
+    refusal: InvalidArgumentError | None = None
+    prompt_logprobs: PromptReports | None = None
+
+    def extend(self, later: Update) -> None:
+        """Append a later update."""
+        for index, delta in later.deltas.items():
+            if index in self.deltas:
+                self.deltas[index].extend(delta)
+            else:
+                self.deltas[index] = delta
+        self.metrics = later.metrics or self.metrics
+        self.prompt_logprobs = later.prompt_logprobs or self.prompt_logprobs
+        self.finished, self.error, self.refusal = later.finished, later.error, later.refusal
+
 
 logger = logging.getLogger(__name__)
 

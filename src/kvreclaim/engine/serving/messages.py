@@ -11,9 +11,8 @@ from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.registry import policy_classes
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.engine.request.spec import RequestSpec
-from kvreclaim.engine.serving.core import EngineCore, EngineOutputs
+from kvreclaim.engine.serving.core import EngineCore, EngineOutputs, OutputDelta, Update
 from kvreclaim.engine.serving.served import ServedModel
-from kvreclaim.engine.serving.stream import OutputDelta, Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

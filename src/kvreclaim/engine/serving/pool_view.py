@@ -1,4 +1,5 @@
-"""The engine's block pool at a glance, for a page that draws it."""
+"""The engine's block pool at a glance, and the blocks that running sequences share, for a page that draws
+them."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import numpy as np
 from kvreclaim.engine.request.request import Request, Sequence
 from kvreclaim.engine.step.engine import Engine
 from kvreclaim.memory import blocks
+from kvreclaim.page.sharing import Sharing, share_tree
 from kvreclaim.page.view import CACHED, FREE, IN_USE, PINNED, SHARED, PoolView, RequestView
 
 
@@ -44,3 +46,11 @@ def _request_view(engine: Engine, request: Request, sequences: list[Sequence]) -
         num_evicted=sum(seq.account.num_evicted for seq in sequences),
         blocks_freed=sum(seq.account.blocks_freed for seq in sequences),
     )
+
+
+def who_shares(engine: Engine) -> Sharing:
+    """Return the running sequences that share blocks. Call between two steps, in the engine's thread."""
+    running = engine.scheduler.running
+    owners: dict[str, int] = {}
+    rows = [seq.block_row(engine.memory.table(seq.seq_id)) for seq in running]
+    return share_tree(rows, [owners.setdefault(seq.request_id, len(owners)) for seq in running])

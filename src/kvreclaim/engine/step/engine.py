@@ -27,11 +27,10 @@ from kvreclaim.engine.offload.session import Sessions
 from kvreclaim.engine.offload.snapshot_state import SnapshotStore
 from kvreclaim.engine.offload.states import StateCopies
 from kvreclaim.engine.offload.stats import TierStats
-from kvreclaim.engine.request.footprints import footprint_of
 from kvreclaim.engine.request.outputs import EngineTotals, StepStats
 from kvreclaim.engine.request.request import Request
 from kvreclaim.engine.request.request import Sequence as Seq
-from kvreclaim.engine.request.spec import RequestSpec
+from kvreclaim.engine.request.spec import RequestSpec, footprint_of
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.speculative.companion_copier import CompanionCache, CompanionCopier
 from kvreclaim.engine.speculative.companion_tracker import CompanionTracker
@@ -56,8 +55,7 @@ from kvreclaim.engine.step.assembly import (
 from kvreclaim.engine.step.executor import StepExecutor
 from kvreclaim.engine.step.full_cache import admitting
 from kvreclaim.engine.step.output_processor import OutputProcessor
-from kvreclaim.engine.step.request_factory import RequestFactory, engine_features
-from kvreclaim.engine.step.validation import bounded_by_pool
+from kvreclaim.engine.step.request_factory import RequestFactory, bounded_by_pool, engine_features
 from kvreclaim.engine.step.verified import divided
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.model.loader import LoadedModel

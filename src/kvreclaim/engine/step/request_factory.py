@@ -1,34 +1,221 @@
-"""Makes requests that can be queued from specifications; all checks of a request are here."""
+"""Makes requests that can be queued from specifications, and checks them. Each error names the limit and
+the remedy."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvreclaim.checks import check_text, is_int, require
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.refusals import format_features, model_features, policy_features
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.compact.recalls import Recalls
 from kvreclaim.engine.feature import RequestDraft, RequestFeature
-from kvreclaim.engine.request.footprints import footprint_of
 from kvreclaim.engine.request.request import Request, Scores
-from kvreclaim.engine.request.spec import RequestSpec
+from kvreclaim.engine.request.spec import RequestSpec, footprint_of
 from kvreclaim.engine.request.verify import Verify
+from kvreclaim.engine.sampling.processors import word_ids
 from kvreclaim.engine.signals.signals import Signals
-from kvreclaim.engine.step.validation import (
-    check_length,
-    check_prompt,
-    check_recall,
-    check_salt_and_priority,
-    checked_bad_words,
-    output_limit,
-)
 from kvreclaim.engine.step.verified import divided, verify_of
+from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.formats import KVFormat
 from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.refusals import Feature, refuse
-from kvreclaim.schedule import Footprint
+from kvreclaim.sampling_params import SamplingParams
+from kvreclaim.schedule.budget.check import check_blocks
+from kvreclaim.schedule.budget.footprint import Footprint, excess_slots, longest_sequence
+
+logger = logging.getLogger(__name__)
+
+
+def check_prompt(
+    tokens: list[int], params: SamplingParams, config: EngineConfig, loaded: LoadedModel
+) -> None:
+    """Raise InvalidArgumentError for tokens and parameters beyond the limits of the model or the engine."""
+    if not tokens:
+        raise InvalidArgumentError("the prompt has no tokens; pass at least one.", field="prompt")
+    wrong = [t for t in tokens if type(t) is not int or not 0 <= t < loaded.vocab_size]
+    if wrong:
+        raise InvalidArgumentError(
+            f"the prompt holds token id {wrong[0]!r}; ids are integers from 0 to {loaded.vocab_size - 1}.",
+            field="prompt",
+        )
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        if beyond := [t for t in getattr(params, name) or () if t >= loaded.vocab_size]:
+            raise InvalidArgumentError(
+                f"{name} holds token {beyond[0]}; the model's ids end at {loaded.vocab_size - 1}; remove it.",
+                field=name,
+            )
+    if params.n > config.max_num_seqs:
+        raise InvalidArgumentError(
+            f"n is {params.n}, but max_num_seqs allows {config.max_num_seqs} sequences at once; "
+            "lower n or raise max_num_seqs.",
+            field="n",
+        )
+
+
+def checked_bad_words(params: SamplingParams, loaded: LoadedModel) -> tuple[tuple[int, ...], ...]:
+    """Return the token ids of bad_words. Raises: InvalidArgumentError for a word without tokens."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in params.bad_words or ():
+        assert loaded.tokenizer is not None, "bad_words without a tokenizer are refused before"
+        check_text("a text of bad_words", word, "bad_words")
+        ids = word_ids(word, loaded.tokenizer)
+        require(
+            bool(ids) and max(map(max, ids)) < loaded.vocab_size,
+            f"bad_words has {word!r}, for which the model has no tokens; remove it.",
+            "bad_words",
+        )
+        found.update(dict.fromkeys(ids))
+    return tuple(found)
+
+
+def check_salt_and_priority(cache_salt: str | None, priority: object) -> None:
+    """Raise InvalidArgumentError for a cache salt that is no text or holds NUL, or a priority that is no
+    integer."""
+    require(
+        is_int(priority), f"priority is {priority!r}; it must be an integer, lower runs first.", "priority"
+    )
+    require(
+        cache_salt is None or isinstance(cache_salt, str),
+        f"cache_salt is {cache_salt!r}; pass a string or None.",
+        "cache_salt",
+    )
+    require(
+        "\x00" not in (cache_salt or ""),
+        "cache_salt holds the character NUL, which is reserved; remove it.",
+        "cache_salt",
+    )
+
+
+def check_recall(compressor: Compressor, config: EngineConfig, recalls: Recalls | None) -> None:
+    """Raise InvalidArgumentError if host memory is too small for the recall of one sequence."""
+    if recalls is not None and (recall := compressor.recall) is not None:
+        least, num_rows = recalls.least_rows(recall.blocks), recalls.pool.num_rows
+        require(
+            least <= num_rows,
+            f"recall {recall.mode!r} is refused: kv_recall_size {config.kv_recall_size} GiB holds {num_rows} "
+            f"pages, and one sequence needs {least}; raise it.",
+            "compression",
+        )
+
+
+def bounded_by_pool(footprint: Footprint, config: EngineConfig, *, given: int | None, longest: int) -> int:
+    """Return the length up to which every sequence of this footprint is served. A length below the model's is
+    logged.
+
+    given: the caller's max_model_len; longest: the model's
+
+    Raises: InvalidArgumentError if the pool cannot hold the given length, or not a single token.
+    """
+    assert config.num_blocks is not None, "the engine's limits are set"
+    length = longest if given is None else given
+    held = longest_sequence(None, length, footprint, config.num_blocks)
+    if held < length:
+        lacks = _lacks(excess_slots(length, length, footprint, config.num_blocks), footprint, config)
+        to_do = _remedies(footprint, config)
+        lower = f"lower it to {held}, or leave it out and have what the pool holds of each request, or "
+        require(
+            given is None and held > 0,
+            f"max_model_len is {length}, and one sequence of that length may need {lacks}; "
+            f"{lower if held else ''}{' or '.join(to_do)}.",
+            "max_model_len",
+        )
+        logger.warning(
+            "max_model_len is %d, not %d, the model's: one sequence of that length may need %s; to have "
+            "more, %s.",
+            held,
+            length,
+            lacks,
+            " or ".join(to_do),
+        )
+    return held
+
+
+def check_length(
+    num_prompt: int, known: int, footprint: Footprint, config: EngineConfig, *, policy: str
+) -> None:
+    """Raise RequestTooLongError for a request that can never run, InvalidArgumentError for a compression that
+    does not fit the size of the blocks.
+
+    num_prompt, known: tokens of the prompt, and of prompt and continuation; policy: its name
+    """
+    if not footprint.eviction_method.keeps_all:
+        check_blocks(footprint, policy)
+    assert config.max_model_len is not None, "the engine's limits are set"
+    assert config.num_blocks is not None, "the engine's limits are set"
+    if known >= config.max_model_len:
+        is_hosts = (
+            config.full_cache_host_size and config.max_model_len == config.num_blocks * config.block_size
+        )
+        raise RequestTooLongError(
+            f"the prompt has {known} tokens, but max_model_len is {config.max_model_len} (prompt and "
+            "output together); shorten the prompt or raise "
+            f"{'full_cache_host_size, which holds no more' if is_hosts else 'max_model_len'}.",
+            field="prompt",
+        )
+    excess = excess_slots(num_prompt, known + 1, footprint, config.num_blocks)
+    if excess > 0:
+        raise RequestTooLongError(
+            f"the prompt of {known} tokens needs {_lacks(excess, footprint, config)}; shorten the prompt, or "
+            f"{' or '.join(_remedies(footprint, config))}.",
+            field="prompt",
+        )
+
+
+def output_limit(
+    num_prompt: int,
+    known: int,
+    max_tokens: int | None,
+    footprint: Footprint,
+    config: EngineConfig,
+    *,
+    may_end_early: bool,
+) -> int:
+    """Tokens, prompt included, at which outputs end with reason "length": max_tokens or max_model_len,
+    whichever comes first. Without max_tokens, or where outputs may end early, the limit is at most what the
+    whole pool holds of one sequence.
+
+    Raises: RequestTooLongError if the pool cannot hold max_tokens.
+    """
+    assert config.max_model_len is not None, "the engine's limits are set"
+    assert config.num_blocks is not None, "the engine's limits are set"
+    limit = config.max_model_len if max_tokens is None else min(config.max_model_len, known + max_tokens)
+    held = longest_sequence(num_prompt, limit, footprint, config.num_blocks)
+    if held < limit and max_tokens is not None and not may_end_early:
+        lacks = _lacks(excess_slots(num_prompt, limit, footprint, config.num_blocks), footprint, config)
+        raise RequestTooLongError(
+            f"max_tokens is {max_tokens}, which with the prompt of {known} tokens needs {lacks}; lower "
+            f"max_tokens to {held - known}, shorten the prompt, or "
+            f"{' or '.join(_remedies(footprint, config))}.",
+            field="max_tokens",
+        )
+    return held
+
+
+def _lacks(excess: int, footprint: Footprint, config: EngineConfig) -> str:
+    """Describe the slots that are needed and those that the pool has."""
+    assert config.num_blocks is not None, "the engine's limits are set"
+    capacity = config.num_blocks * config.block_size
+    windows = ", which windows take some of" if footprint.windows else ""
+    return (
+        f"{capacity + excess} slots, but the pool holds {capacity} ({config.num_blocks} blocks of "
+        f"{config.block_size}{windows})"
+    )
+
+
+def _remedies(footprint: Footprint, config: EngineConfig) -> tuple[str, ...]:
+    """Return remedies that let the pool hold longer sequences."""
+    if config.full_cache_host_size:
+        return ("raise full_cache_host_size",)
+    more = "raise num_blocks or kv_memory_fraction"
+    if footprint.bounded:
+        return ("lower the budget, the interval or max_num_batched_tokens", more)
+    return (more, "compress with a budget")
+
 
 UNSEEDED = 1 << 40
 """Seeds of requests that bring none begin here, where no caller's seed is expected."""

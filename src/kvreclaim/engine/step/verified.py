@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression_settings import BUDGETS
 from kvreclaim.config import EngineConfig
-from kvreclaim.engine.request.footprints import footprint_of
+from kvreclaim.engine.request.spec import footprint_of
 from kvreclaim.engine.request.verify import Verify
 from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.schedule.budget.check import check_blocks

@@ -14,12 +14,10 @@ from torch.nn import functional
 from kvreclaim.ops.extension import KERNELS, native
 from kvreclaim.ops.extension import unavailable_reason as unavailable_reason
 from kvreclaim.ops.layer_parts import Gate, Heads, LayerForm, Norm, is_alike
-from kvreclaim.ops.native.linear import max_rows, own_rows
-from kvreclaim.ops.native.norm import DTYPES as DTYPES
-from kvreclaim.ops.native.norm import has_norm_from_one as has_norm_from_one
-from kvreclaim.ops.native.norm import rms_norm
-from kvreclaim.ops.native.norm import takes_norm as takes_norm
-from kvreclaim.ops.native.packed import ACTIVATIONS
+from kvreclaim.ops.native.linear import ACTIVATIONS, max_rows, own_rows, rms_norm
+from kvreclaim.ops.native.linear import DTYPES as DTYPES
+from kvreclaim.ops.native.linear import has_norm_from_one as has_norm_from_one
+from kvreclaim.ops.native.linear import takes_norm as takes_norm
 from kvreclaim.ops.packed import PackedMatrix
 
 NAME = "native"

@@ -1,9 +1,10 @@
-"""Linear layers for few rows. Weights are read once; the kernel is csrc/include/kvreclaim/linear.h."""
+"""Linear layers for few rows, on plain and packed weights, and root-mean-square norms. Weights are read
+once; the kernels are csrc/include/kvreclaim/linear.h and norm.h."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvreclaim.ops.extension import native, unavailable_reason
+from kvreclaim.ops.extension import KERNELS, native, unavailable_reason
+from kvreclaim.ops.packed import PackedMatrix
 
 DTYPES = (torch.float32, torch.bfloat16)
 ROWS_WITH_BF16_HARDWARE = 8
@@ -113,3 +115,61 @@ def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and (bias is None or bias.dtype is x.dtype)
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
     )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, from_one: bool = False) -> Tensor:
+    """x [..., D], weight [D] -> weight * (x / sqrt(mean(x²) + eps)), like x; sums in fp32.
+
+    Rounds to the dtype of x before and after the weight, as Llama and its relatives do. from_one: times
+    1 + weight, rounded once, as Gemma and Qwen3-Next do. See takes_norm() for the inputs.
+    """
+    out = torch.empty_like(x)
+    (KERNELS.rms_norm_from_one if from_one else KERNELS.rms_norm)(x, weight, eps, out)
+    return out
+
+
+def has_norm_from_one() -> bool:
+    """Return whether the extension is new enough for it."""
+    return hasattr(KERNELS, "rms_norm_from_one")
+
+
+def takes_norm(x: Tensor, weight: Tensor) -> bool:
+    """Return whether rms_norm can run: fp32 or bf16 on the CPU, x contiguous, no gradient."""
+    return (
+        x.dtype is weight.dtype
+        and x.dtype in DTYPES
+        and x.is_cpu
+        and weight.is_cpu
+        and x.is_contiguous()
+        and unavailable_reason() is None
+        and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+    )
+
+
+ACTIVATIONS = ("int8", "int16", "exact")
+"""Rounding of x in a product: 8 or 15 bits, a scale per 32 columns, or nothing. The kernels' order."""
+
+
+def packed_linear(
+    x: Tensor, matrices: Sequence[PackedMatrix], bias: Tensor | None = None, *, activations: str = "int16"
+) -> Tensor:
+    """x [.., K] fp32 or bf16, bias [sum of N] -> [.., sum of N], the outputs of the matrices side by side.
+
+    activations: "int8" and "int16" round x to 8 and 15 bits, with a scale per 32 columns, and multiply
+        integers, which loses 1/254 and 1/32512 of the largest of 32 columns; "exact" multiplies weights in
+        fp32
+    A row's result does not depend on the other rows, their number or the number of threads.
+    """
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    out = x.new_empty((rows.shape[0], sum(each.out_features for each in matrices)))
+    native().packed_linear(
+        [each.native for each in matrices], rows, bias, out, ACTIVATIONS.index(activations)
+    )
+    return out.view(*x.shape[:-1], -1)
+
+
+def unpack_rows(matrix: PackedMatrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows [n] int64 of a matrix as numbers: [n, K] of fp32 or bf16."""
+    out = torch.empty((ids.shape[0], matrix.in_features), dtype=dtype)
+    native().unpack_rows(matrix.native, ids.contiguous(), out)
+    return out

@@ -1,15 +1,18 @@
-"""Scores of the native back-end, straight from the blocks; ops/reference/ documents each function."""
+"""Scores of the native back-end, straight from the blocks, and the best of each row; ops/reference/
+documents each function."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.extension import native
 from kvreclaim.ops.kv_cache import PagedTokens
-from kvreclaim.ops.native.views import cache_view
+from kvreclaim.ops.native.storage import cache_view
 from kvreclaim.ops.rope import RopeLayout
 
 
@@ -83,3 +86,37 @@ def _where(tokens: PagedTokens) -> tuple[Any, int, Tensor, int]:
 def _plain(x: Tensor) -> Tensor:
     """fp32 and contiguous; x itself if it is."""
     return x.to(torch.float32).contiguous()
+
+
+def select_top(scores: Tensor, places: int) -> Tensor:
+    """Return the indices of the `places` highest scores of each row.
+
+    Args:
+        scores: [R, N] fp32 on the CPU; -inf is allowed, NaN is not
+        places: 0 <= places <= N
+
+    Returns: [R, places] int64 ascending, the set that a stable descending sort puts first: of equal
+        scores the lowest indices. Mutates nothing.
+    Raises: InvalidArgumentError if a score is NaN; ValueError if places is above N.
+    """
+    kept = torch.empty((scores.shape[0], places), dtype=torch.int64)
+    _select(scores.contiguous(), kept)
+    return kept
+
+
+def select_runs(scores: Tensor, starts: np.ndarray, lengths: np.ndarray, places: np.ndarray) -> Tensor:
+    """reference.select_runs, run by run. Raises: InvalidArgumentError if a score is NaN."""
+    kept, end = torch.empty(int(places.sum()), dtype=torch.int64), 0
+    for start, length, count in zip(starts.tolist(), lengths.tolist(), places.tolist(), strict=True):
+        own = kept[None, end : end + count]
+        _select(scores[None, start : start + length], own)
+        own += start
+        end += count
+    return kept
+
+
+def _select(scores: Tensor, kept: Tensor) -> None:
+    if native().select_top(scores, kept):
+        raise InvalidArgumentError(
+            "a score is NaN, so nothing can be ranked; check the policy, the statistics and the KV cache."
+        )

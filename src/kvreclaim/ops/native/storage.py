@@ -1,9 +1,12 @@
-"""Memory of the native back-end: allocation, writes, moves; ops/reference/ documents each function."""
+"""The paged cache of the native back-end: allocation, writes, moves, attention; ops/reference/ documents
+each function."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,11 +14,72 @@ from torch import Tensor
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.backend import Need
+from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
+from kvreclaim.ops.cells import CellBatch
 from kvreclaim.ops.extension import KERNELS, native, unavailable_reason
 from kvreclaim.ops.facts import CacheShape, LayerFacts
 from kvreclaim.ops.formats import KVFormat, plain_format
+from kvreclaim.ops.formats.hadamard import sign_tensor
 from kvreclaim.ops.kv_cache import KVCache, LayerCache, PagedTokens
-from kvreclaim.ops.native.views import LAYOUTS, cache_view, make_layer
+from kvreclaim.ops.native.linear import all_rows_are_exact
+
+LAYOUTS = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "turboquant4", "int8+int4")
+"""KV formats in the order of csrc's kCacheFormats."""
+EXACT_QUERIES = 33
+"""Rows of a sequence up to which each is, to the bit, what it would be alone, as a decode step's only row: a
+token and the drafts behind it. The kernels' bound. More are a prefill, which is computed in another order."""
+
+
+def cache_view(cache: KVCache) -> Any:
+    """Return the extension's view of a cache, made once."""
+    return cache.cached("native", make_cache)
+
+
+def make_cache(cache: KVCache) -> Any:
+    """Make the extension's view of a cache, for `cached`."""
+    shape, form = cache.shape, cache.format
+    dims = (*shape.units, shape.block_size, shape.k_dim, shape.v_dim)
+    signs = tuple(sign_tensor(dim, cache.device) for dim in (shape.k_dim, shape.v_dim))
+    return native().Cache(
+        LAYOUTS.index(form.name), dims, shape.latent, list(cache.planes), signs if form.is_rotated else None
+    )
+
+
+def make_layer(layer: LayerCache) -> tuple[tuple[Any, int], tuple[Any, ...]]:
+    """Make a layer's kernel arguments, for `cached`: its cache, its place there and its softmax."""
+    rule = layer.softmax
+    return (cache_view(layer.cache), layer.index), (
+        rule.scale,
+        rule.softcap or 0.0,
+        rule.window or 0,
+        rule.sinks,
+    )
+
+
+def make_batch(batch: AttentionBatch) -> Any:
+    """Make the extension's view of a step's sequences, for `cached`."""
+    if isinstance(batch, CellBatch):
+        given = batch.given
+        return native().Batch.from_arrays(
+            batch.block_size, given.block_table, given.query_starts, given.seq_lens, given.shifts
+        )
+    return _view(batch, batch.sequences)
+
+
+def make_runs(batch: AttentionBatch) -> Any:
+    """Make a view with at most EXACT_QUERIES rows per sequence, for `cached`. Cells of single heads stay
+    whole: they are those of compressed caches."""
+    if isinstance(batch, CellBatch):
+        return batch.cached("native", make_batch)
+    return _view(batch, batch.runs(EXACT_QUERIES))
+
+
+def _view(batch: AttentionBatch, sequences: Iterable[SequenceSlots]) -> Any:
+    view = native().Batch(batch.block_size)
+    for seq in sequences:
+        view.add(seq.block_ids, seq.query_len, seq.seq_len, seq.shift, seq.slot_positions)
+    return view
+
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK = 16
@@ -146,3 +210,35 @@ def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor
     unspecified. Raises: ValueError, before anything moves, for slots or blocks outside their range.
     """
     native().compact(cache_view(cache), kept.contiguous(), source_ids, target_ids)
+
+
+def paged_attention(q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tensor:
+    """reference.paged_attention: q [T, H, D] with any strides, fp32, bf16 or fp16 -> [T, H, Dv], dtype of q.
+
+    fp32 and bf16 caches are read as they lie; others are decoded into fp32 panels of 64 tokens in scratch of
+    the thread. Where the CPU has AVX-512 VNNI, decode of int8 and int4 with 16-bit queries multiplies
+    integers instead: q and the weights rounded to 16 bits, see csrc/include/kvreclaim/integer_loops.h.
+    Keys are cut at fixed slots and the parts merged, so that one long sequence uses all threads and a row
+    depends neither on the rest of the batch nor on the number of threads, nor, up to EXACT_QUERIES rows of a
+    sequence, on other rows. Inside exact_rows() longer prompts are cut into runs of so many rows.
+    """
+    out = q.new_empty((q.shape[0], q.shape[1], layer.cache.shape.v_dim))
+    place, softmax = layer.cached("native", make_layer)
+    view = batch.cached("runs", make_runs) if all_rows_are_exact() else batch.cached("native", make_batch)
+    KERNELS.paged_attention(q, out, *place, view, *softmax)
+    return out
+
+
+def column_sums(q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tensor:
+    """reference.column_sums: q [T, H, D] with any strides, fp32, bf16 or fp16 -> [N, K, C] fp32.
+
+    Any format of the cache: what is not read as it lies goes through fp32 panels, as in paged_attention.
+    One pass over the keys for eight query rows at a time (four without AVX-512); a KV head of a sequence is
+    one thread's. The result depends neither on the rest of the batch nor on the number of threads. Scratch
+    per thread: eight floats per slot.
+    """
+    columns = int(batch.lengths.max(initial=0))
+    sums = torch.empty((len(batch.sequences), layer.cache.num_kv_heads, columns), dtype=torch.float32)
+    place, softmax = layer.cached("native", make_layer)
+    native().column_sums(q, sums, *place, batch.cached("native", make_batch), *softmax)
+    return sums

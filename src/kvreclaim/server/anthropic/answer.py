@@ -10,7 +10,8 @@ from typing import Any
 from kvreclaim.engine.api.exports import Retention
 from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.engine.request.spec import RequestSpec
-from kvreclaim.engine.serving.stream import OutputDelta, RequestStream, Update
+from kvreclaim.engine.serving.client import RequestStream
+from kvreclaim.engine.serving.core import OutputDelta, Update
 from kvreclaim.parsers.formats import Splitter
 from kvreclaim.parsers.pieces import Piece
 from kvreclaim.server.anthropic.content import BlockEvents, content_blocks, stop_of

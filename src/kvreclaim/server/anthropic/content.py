@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvreclaim.engine.request.outputs import RequestMetrics
-from kvreclaim.engine.serving.stream import OutputDelta
+from kvreclaim.engine.serving.core import OutputDelta
 from kvreclaim.parsers.json_value import json_so_far, json_value
 from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text, ToolCall, merged
 from kvreclaim.server.http.events import event

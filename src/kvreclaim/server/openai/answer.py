@@ -17,7 +17,8 @@ from starlette.responses import Response
 
 from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.engine.request.spec import RequestSpec
-from kvreclaim.engine.serving.stream import OutputDelta, RequestStream, Update
+from kvreclaim.engine.serving.client import RequestStream
+from kvreclaim.engine.serving.core import OutputDelta, Update
 from kvreclaim.server.base.ids import answer_id
 from kvreclaim.server.base.usage import token_usage, usage_of
 from kvreclaim.server.base.vocabulary import TokenPlaces

@@ -17,7 +17,8 @@ from kvreclaim.engine.api.chat import Change
 from kvreclaim.engine.features.drops.feature import DroppedSpans
 from kvreclaim.engine.features.snapshots.feature import rewritten
 from kvreclaim.engine.request.spec import RequestSpec
-from kvreclaim.engine.serving.stream import OutputDelta, RequestStream
+from kvreclaim.engine.serving.client import RequestStream
+from kvreclaim.engine.serving.core import OutputDelta
 from kvreclaim.parsers.formats import Splitter
 from kvreclaim.parsers.pieces import Piece
 from kvreclaim.server.base.config import MAX_INT32

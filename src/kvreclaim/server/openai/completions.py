@@ -12,7 +12,8 @@ from starlette.responses import Response
 
 from kvreclaim.chunks import Chunks
 from kvreclaim.engine.request.spec import RequestSpec
-from kvreclaim.engine.serving.stream import OutputDelta, RequestStream
+from kvreclaim.engine.serving.client import RequestStream
+from kvreclaim.engine.serving.core import OutputDelta
 from kvreclaim.server.base.errors import ApiError
 from kvreclaim.server.base.fields import refusal
 from kvreclaim.server.base.ids import request_id_of

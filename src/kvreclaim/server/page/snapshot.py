@@ -8,8 +8,7 @@ from typing import Any
 
 from kvreclaim.engine.request.request import Request
 from kvreclaim.engine.serving.core import EngineCore
-from kvreclaim.engine.serving.pool_view import pool_view
-from kvreclaim.engine.serving.sharing import who_shares
+from kvreclaim.engine.serving.pool_view import pool_view, who_shares
 from kvreclaim.engine.step.engine import Engine, StepResult
 from kvreclaim.page.frames import Compaction, Snapshot, compaction_of
 

@@ -10,7 +10,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from kvreclaim.engine.request.spec import RequestSpec
-from kvreclaim.engine.serving.stream import Update
+from kvreclaim.engine.serving.core import Update
 from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd, Piece, ToolCall, merged
 from kvreclaim.server.base.ids import answer_id, request_id_of
 from kvreclaim.server.http.events import answer_json, error_of, event, json_of, stream_events

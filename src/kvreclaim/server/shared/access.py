@@ -10,7 +10,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvreclaim.engine.request.outputs import RequestMetrics
-from kvreclaim.engine.serving.stream import RequestStream
+from kvreclaim.engine.serving.client import RequestStream
 from kvreclaim.server.shared.service import Service
 
 CLIENT_LEFT = 499

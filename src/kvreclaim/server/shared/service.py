@@ -20,8 +20,8 @@ from kvreclaim.engine.api.chat import chat_text, variables_of
 from kvreclaim.engine.api.exports import Tokenizer
 from kvreclaim.engine.api.plain import PlainText
 from kvreclaim.engine.request.spec import RequestSpec
-from kvreclaim.engine.serving.client import EngineClient
-from kvreclaim.engine.serving.stream import RequestStream, Update
+from kvreclaim.engine.serving.client import EngineClient, RequestStream
+from kvreclaim.engine.serving.core import Update
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.base.config import ServerConfig
 from kvreclaim.server.base.errors import TOO_LONG, ApiError, failed

@@ -14,8 +14,7 @@ from kvreclaim.engine.sampling.beam_search import BeamSearch
 from kvreclaim.engine.step.engine import Engine
 from kvreclaim.errors import RequestTooLongError
 from kvreclaim.refusals import Feature
-from kvreclaim.schedule.budget.footprint import Footprint
-from kvreclaim.schedule.budget.lengths import most_blocks
+from kvreclaim.schedule.budget.footprint import Footprint, most_blocks
 
 
 class BeamSearches(RequestFeature):

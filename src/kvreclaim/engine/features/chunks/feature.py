@@ -12,13 +12,12 @@ from kvreclaim.chunks import ChunkReuse, Chunks
 from kvreclaim.engine.feature import RequestDraft, RequestFeature
 from kvreclaim.engine.features.chunks.prompts import ChunkedPrompts
 from kvreclaim.engine.request.chunk_reuse import Reuse
-from kvreclaim.engine.request.footprints import footprint_of
 from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.engine.request.request import Request
 from kvreclaim.engine.request.request import Sequence as Seq
-from kvreclaim.engine.request.spec import RequestSpec
+from kvreclaim.engine.request.spec import RequestSpec, footprint_of
 from kvreclaim.engine.step.engine import Engine
-from kvreclaim.engine.step.validation import check_length
+from kvreclaim.engine.step.request_factory import check_length
 from kvreclaim.refusals import Feature
 from kvreclaim.sampling_params import SamplingParams
 

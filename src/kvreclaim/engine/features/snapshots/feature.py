@@ -8,11 +8,10 @@ from operator import attrgetter
 from typing import Any, ClassVar
 
 from kvreclaim.engine.feature import RequestDraft, RequestFeature
-from kvreclaim.engine.request.footprints import compressing_prompt
 from kvreclaim.engine.request.request import Request
 from kvreclaim.engine.request.request import Sequence as Seq
 from kvreclaim.engine.request.snapshot_recipe import snapshot_key
-from kvreclaim.engine.request.spec import RequestSpec
+from kvreclaim.engine.request.spec import RequestSpec, compressing_prompt
 from kvreclaim.engine.signals.needs import prefix_salt
 from kvreclaim.engine.step.engine import Engine
 from kvreclaim.refusals import Feature
