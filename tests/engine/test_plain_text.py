@@ -13,8 +13,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from kvreclaim import demo_model, real_model
-from kvreclaim.engine.api.chat import chat_text
-from kvreclaim.engine.api.plain import PlainText
+from kvreclaim.engine.api.chat import PlainText, chat_text
 from kvreclaim.model.loader import load_tokenizer
 
 CHATML = (

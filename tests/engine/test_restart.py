@@ -16,7 +16,7 @@ from settings import assert_idle, with_options
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.memory.prefix.keys import sha256
+from kvreclaim.memory.prefix.index import sha256
 from kvreclaim.offload.store.file_io import FileIO
 
 PROMPTS = tiny.prompts((150, 97, 260, 40), seed=4)

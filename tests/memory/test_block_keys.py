@@ -8,7 +8,7 @@ import struct
 import pytest
 
 from kvreclaim.memory import BlockKeys, CompactionPlan, MemoryManager
-from kvreclaim.memory.prefix.keys import BlockHash
+from kvreclaim.memory.prefix.index import BlockHash
 
 from .sequences import fork, write
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvreclaim.memory import BlockKeys, BlockTable
-from kvreclaim.memory.prefix.keys import BlockHash
+from kvreclaim.memory.prefix.index import BlockHash
 
 KEYS = BlockKeys(BlockHash(4), [])
 

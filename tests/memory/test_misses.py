@@ -7,8 +7,7 @@ import hashlib
 import pytest
 
 from kvreclaim.memory import MISS_REASONS, BlockKeys, MemoryManager
-from kvreclaim.memory.prefix.index import PrefixIndex
-from kvreclaim.memory.prefix.keys import BlockHash
+from kvreclaim.memory.prefix.index import BlockHash, PrefixIndex
 
 from .sequences import find, run
 

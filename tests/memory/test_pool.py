@@ -4,7 +4,7 @@ import pytest
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory import BlockKeys, BlockPool
-from kvreclaim.memory.prefix.keys import BlockHash, BlockKey
+from kvreclaim.memory.prefix.index import BlockHash, BlockKey
 
 
 def key(*blocks: list[int]) -> BlockKey:

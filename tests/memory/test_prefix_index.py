@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvreclaim.memory import BlockKeys
-from kvreclaim.memory.prefix.index import Entry, Link, PrefixIndex
-from kvreclaim.memory.prefix.keys import BlockHash, BlockKey
+from kvreclaim.memory.prefix.index import BlockHash, BlockKey, Entry, Link, PrefixIndex
 
 Blocks = list[list[int]]
 

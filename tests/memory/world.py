@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 
 from kvreclaim.memory import BlockKeys, CompactionPlan, MemoryManager, PrefixMatch, Retention
-from kvreclaim.memory.prefix.keys import HashFunction, sha256
+from kvreclaim.memory.prefix.index import HashFunction, sha256
 
 from .sequences import token_list
 from .shadow import Shadow, ShadowSequence

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from struct import pack
 
-from kvreclaim.memory.prefix.keys import BlockName, root_uid, uid_of
+from kvreclaim.memory.prefix.index import BlockName, root_uid, uid_of
 from kvreclaim.offload.store.file_io import Buffer, FileIO
 from kvreclaim.offload.store.namespace import FIELDS, Namespace
 from kvreclaim.offload.store.slot_file import SlotFile, SlotLayout

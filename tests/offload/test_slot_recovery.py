@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.memory.prefix.keys import BlockName
+from kvreclaim.memory.prefix.index import BlockName
 from kvreclaim.offload.store.jobs import JobOutcome
 
 from .slot_files import chain, empty, open_slots, payload, size_for

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from pydantic_core import from_json
 
 from kvreclaim.parsers.json_object import JsonObject
-from kvreclaim.parsers.json_value import is_finite, json_value, members
+from kvreclaim.parsers.json_value import json_value, members
+from kvreclaim.server.shared.bodies import is_finite
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

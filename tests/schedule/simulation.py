@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 
 from kvreclaim.memory import MemoryManager
-from kvreclaim.memory.prefix.keys import BlockName
+from kvreclaim.memory.prefix.index import BlockName
 from kvreclaim.offload.plan.disk import DiskTier
 from kvreclaim.offload.plan.tiered_offload import TieredOffload
 from kvreclaim.offload.plan.transfers import Transfer, TransferOutcome

@@ -9,7 +9,7 @@ import httpx2
 import web
 from running import MODEL, Running
 
-from kvreclaim.server.anthropic.schemas import AnsweredMessage
+from kvreclaim.server.anthropic.routes import AnsweredMessage
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}\n{% endif %}"

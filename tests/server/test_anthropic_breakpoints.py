@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import tiny
 
-from kvreclaim.engine.api.plain import PlainText
+from kvreclaim.engine.api.chat import PlainText
 from kvreclaim.server.anthropic.fields import MessageRequest
 from kvreclaim.server.anthropic.prompt import render
 from kvreclaim.server.base.errors import ApiError

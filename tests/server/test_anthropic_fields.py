@@ -36,7 +36,7 @@ from kvreclaim.server.anthropic.fields import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from kvreclaim.server.anthropic.schemas import TokensCount
+from kvreclaim.server.anthropic.routes import TokensCount
 
 Connect = Callable[..., anthropic.Anthropic]
 

@@ -20,7 +20,7 @@ from steering import LIMIT_S, Asking, assert_empty, halted
 from kvreclaim import LLM
 from kvreclaim.engine.serving.core import Update
 from kvreclaim.server.base.errors import ApiError
-from kvreclaim.server.openai.fields import SharedFields
+from kvreclaim.server.openai.prompts import SharedFields
 from kvreclaim.server.responses.fields import ResponsesRequest
 from kvreclaim.server.responses.translate import translated
 

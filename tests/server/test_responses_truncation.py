@@ -13,7 +13,7 @@ from running import Running, running_server
 from speaking import save_speaker, saying
 
 from kvreclaim import LLM
-from kvreclaim.server.responses.truncation import fitting
+from kvreclaim.server.responses.translate import fitting
 
 TEMPLATE = (
     "{% for m in messages %} {{ m.role }}: {{ m.content }}"

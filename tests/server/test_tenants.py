@@ -18,7 +18,7 @@ from steering import LIMIT_S
 
 from kvreclaim import LLM
 from kvreclaim.server.base.config import ServerConfig
-from kvreclaim.server.base.tenants import Tenants, tenant_name
+from kvreclaim.server.base.identity import Tenants, tenant_name
 
 MARK = {"type": "ephemeral"}
 PROMPT = [{"role": "user", "content": [{"type": "text", "text": "a secret " * 20, "cache_control": MARK}]}]

@@ -13,7 +13,7 @@ from running import MODEL, Running, openai_client, running_server
 from speaking import save_speaker, saying
 
 from kvreclaim import LLM
-from kvreclaim.server.anthropic.schemas import AnsweredMessage
+from kvreclaim.server.anthropic.routes import AnsweredMessage
 from kvreclaim.server.openai.schemas import ChatCompletion
 
 TEMPLATE = (

@@ -11,7 +11,7 @@ A request meets the feature in this order:
 
 1. A prompt in Python (`{"prompt": text, "drop_spans": ...}`) or an HTTP body names fields of the option.
    `option_of` makes the option from them.
-2. `Engine.add` calls `is_on`, then `conditions` for the compatibility table, then `claim`: the feature checks
+2. `Engine.add` calls `conditions` for the compatibility table, then `claim`: the feature checks
    its option, raises an InvalidArgumentError that names the remedy, or changes the request's footprint.
    `limited` follows when the lengths have been checked.
 3. `begin`: the request has its first sequence, which is not queued yet.
@@ -99,12 +99,6 @@ class RequestFeature:
         """Return the option with the given fields; None if all are absent. Raises: InvalidArgumentError."""
         present = {name: value for name, value in given.items() if value is not None}
         return cls.option(**present) if present else None
-
-    def is_on(self, spec: RequestSpec, *, is_child: bool) -> bool:
-        """Return whether a request has the feature. is_child: another request needs its result"""
-        if spec.option(self.option) is not None or (self.is_default and not is_child):
-            return True
-        return self.parameter is not None and getattr(spec.params, self.parameter) is not None
 
     def conditions(self, spec: RequestSpec) -> Mapping[Feature, object]:
         """Return rows of the compatibility table that apply to the request, with the values in messages."""

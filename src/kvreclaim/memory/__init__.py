@@ -6,8 +6,7 @@ from kvreclaim.memory.eviction import EvictionOrder, eviction_orders, make_order
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.pins import Retention
 from kvreclaim.memory.pool import BlockPool
-from kvreclaim.memory.prefix.index import MISS_REASONS
-from kvreclaim.memory.prefix.keys import BlockKeys
+from kvreclaim.memory.prefix.index import MISS_REASONS, BlockKeys
 from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.memory.residency import BlockResidency
 from kvreclaim.memory.stats import MemoryStats

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvreclaim.memory.prefix.index import Entry, Link
-from kvreclaim.memory.prefix.keys import BlockKeys
+from kvreclaim.memory.prefix.index import BlockKeys, Entry, Link
 
 
 @dataclass(slots=True, eq=False)

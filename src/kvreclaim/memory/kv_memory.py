@@ -9,7 +9,7 @@ from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.changes import CompactionPlan, Growth, Shrunk, TableState
 from kvreclaim.memory.groups.recurrent import RecurrentGroup
 from kvreclaim.memory.offload import OffloadSlots
-from kvreclaim.memory.prefix.keys import BlockKeys
+from kvreclaim.memory.prefix.index import BlockKeys
 from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.memory.stats import MemoryStats
 

@@ -21,8 +21,15 @@ from kvreclaim.memory.groups.window import WindowGroup
 from kvreclaim.memory.offload import OffloadSlots
 from kvreclaim.memory.pins import Retention
 from kvreclaim.memory.pool import BlockPool
-from kvreclaim.memory.prefix.index import NUM_REMEMBERED, Entry, PrefixIndex
-from kvreclaim.memory.prefix.keys import BlockHash, BlockKeys, HashFunction, sha256
+from kvreclaim.memory.prefix.index import (
+    NUM_REMEMBERED,
+    BlockHash,
+    BlockKeys,
+    Entry,
+    HashFunction,
+    PrefixIndex,
+    sha256,
+)
 from kvreclaim.memory.prefix_cache import PrefixCache, PrefixMatch
 from kvreclaim.memory.stats import MemoryStats, memory_stats
 from kvreclaim.memory.windows.window import Window
@@ -182,8 +189,7 @@ class MemoryManager:
     def match_prefix(self, keys: BlockKeys, *, max_tokens: int | None = None) -> PrefixMatch:
         """Return the longest indexed run of full blocks at the beginning of these keys' prompt.
 
-        At least one token of the prompt is left to compute, and max_tokens is not exceeded. No order, count
-        or statistic changes.
+        At least one token is left to compute, and max_tokens is not exceeded. No statistic changes.
         """
         match = self.prefix.match(keys, max_tokens)
         length, before, miss = len(match.entries), -1, match.miss
@@ -195,7 +201,7 @@ class MemoryManager:
         entries = match.entries[:length]  # behind which every window and the recurrent state are there
         rows = tuple(group.hits(entries) for group in self.windows)
         found = PrefixMatch(match.keys, entries, miss, windows=rows, num_indexed=len(match.entries))
-        return self.offload.with_lower(found, match, max_tokens)
+        return self.offload.with_lower(found, match, max_tokens) if self.offload.num_slots else found
 
     def can_admit(self, match: PrefixMatch, num_tokens: int) -> bool:
         """Return whether admit and then grow(num_tokens) would succeed."""
@@ -252,7 +258,8 @@ class MemoryManager:
         self.full.refuse_known(seq_id)
         for group in self.groups:
             group.begin(seq_id, match, priority)
-        self.offload.admitted(seq_id, self._tables[seq_id], match)
+        if self.offload.num_slots:
+            self.offload.admitted(seq_id, self._tables[seq_id], match)
 
     def pin(self, seq_id: int, retention: Sequence[Retention], owner: str | None = None) -> None:
         """Pin the full blocks of this sequence's beginning against reuse, up to max_pinned_fraction. Blocks
@@ -288,12 +295,12 @@ class MemoryManager:
         table = self._tables[seq_id]
         self.mark_active(seq_id)
         freed = sum([group.free(seq_id, table) for group in self.groups])
-        self.offload.freed(seq_id)
+        if self.offload.num_slots:
+            self.offload.freed(seq_id)
         return freed
 
     def mark_idle(self, seq_id: int) -> None:
-        """Count the blocks that only idle sequences hold as evictable. An idle sequence does not run; its
-        table does not change until it is active again, or freed."""
+        """Count the blocks that only idle sequences hold as evictable. An idle sequence's table is fixed."""
         if seq_id not in self._idle:
             self._idle.add(seq_id)
             self.pool.mark_idle(self.blocks(seq_id))
@@ -308,8 +315,8 @@ class MemoryManager:
         """Make room to write num_tokens slots after physical_len; a shared tail block is replaced.
         num_drafts: the number of drafts at the end of these tokens.
 
-        Changes no length. Growing again before commit adds only what is still missing. can_grow must hold.
-        The source of a copy is not reused before `release_copy_sources`.
+        Changes no length. Growing again before commit adds only what is missing. can_grow must hold. The
+        source of a copy is not reused before `release_copy_sources`.
         """
         table = self._tables[seq_id]
         blocks: list[int] = []
@@ -326,7 +333,8 @@ class MemoryManager:
         if self._held:
             self.pool.release(self._held.elements())
             self._held.clear()
-        self.offload.release_copy_sources()
+        if self.offload.num_slots:
+            self.offload.release_copy_sources()
 
     def trim(self, seq_id: int) -> int:
         """Free a sequence's blocks after its written slots. Returns: how many."""
@@ -341,7 +349,8 @@ class MemoryManager:
             table.mark_inexact()
         for group in self.groups:
             group.commit(seq_id, table, num_tokens)
-        self.offload.committed(seq_id, table)
+        if self.offload.num_slots:
+            self.offload.committed(seq_id, table)
 
     def shrink(self, plan: CompactionPlan[int]) -> Shrunk:
         """Apply a planned table and release the other blocks, tail first: all or nothing.

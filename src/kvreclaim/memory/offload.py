@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.groups.full import FullAttentionGroup
 from kvreclaim.memory.groups.recurrent import RecurrentGroup
-from kvreclaim.memory.prefix.keys import BlockKeys
+from kvreclaim.memory.prefix.index import BlockKeys
 from kvreclaim.memory.prefix_cache import PrefixMatch
 
 Move = tuple[int, int]
@@ -108,7 +108,7 @@ class ParkingSlots:
 class OffloadSlots:
     """Slots below the pool. These methods do nothing, as if there were none.
 
-    num_slots: slots on the host
+    num_slots: slots on the host; 0: callers of every step and request skip these methods
     parking:   slots of preempted sequences
     """
 

@@ -12,8 +12,7 @@ from kvreclaim.memory.eviction.base import EvictionOrder
 from kvreclaim.memory.eviction.lru import LRU
 from kvreclaim.memory.free_queue import FreeQueue
 from kvreclaim.memory.pins import Pins
-from kvreclaim.memory.prefix.index import Entry, Link, PrefixIndex
-from kvreclaim.memory.prefix.keys import BlockKey
+from kvreclaim.memory.prefix.index import BlockKey, Entry, Link, PrefixIndex
 from kvreclaim.memory.residency import Residency
 from kvreclaim.memory.windows.index import Row, RowKey, WindowIndex
 

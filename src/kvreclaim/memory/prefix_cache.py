@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.pins import Retention, ttls
 from kvreclaim.memory.pool import BlockPool
-from kvreclaim.memory.prefix.index import INELIGIBLE, MISS_REASONS, SUB_BLOCK, Entry, Link
-from kvreclaim.memory.prefix.keys import BlockKeys
+from kvreclaim.memory.prefix.index import INELIGIBLE, MISS_REASONS, SUB_BLOCK, BlockKeys, Entry, Link
 from kvreclaim.memory.windows.index import Row
 
 

@@ -47,7 +47,8 @@ class Residency:
         self._random = Random(0)
         self.lives: dict[int, _Life] = {}
         """Blocks that are being measured."""
-        self._ended: deque[BlockResidency] = deque(maxlen=MOST_UNREAD)
+        self.ended: deque[BlockResidency] = deque(maxlen=MOST_UNREAD)
+        """Results since the last drain."""
         self.until_next = self._draw()
         """Blocks to enter until one is measured; negative: none ever is. The pool counts it down."""
 
@@ -70,7 +71,7 @@ class Residency:
     def end(self, block: int) -> None:
         """Record the reuse of a measured block."""
         life, now = self.lives[block], self._clock()
-        self._ended.append(BlockResidency(now - life.begun, now - life.last_used, tuple(life.gaps)))
+        self.ended.append(BlockResidency(now - life.begun, now - life.last_used, tuple(life.gaps)))
         self.forget(block)
 
     def forget(self, block: int) -> None:
@@ -80,8 +81,8 @@ class Residency:
 
     def drain(self) -> list[BlockResidency]:
         """Return the results since the last call."""
-        ended = list(self._ended)
-        self._ended.clear()
+        ended = list(self.ended)
+        self.ended.clear()
         return ended
 
     def _draw(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
 from typing import Any
@@ -14,7 +13,8 @@ from kvreclaim.parsers.json_object import JsonObject
 
 LONG = 308
 """Digits of an integer that a float holds for certain."""
-_LARGE = re.compile(rf"[eE]\+?\d{{3}}|\d{{{LONG}}}")
+LARGE = re.compile(rf"[eE]\+?\d{{3}}|\d{{{LONG}}}")
+"""Finds numbers that may be beyond floats."""
 _members = json.JSONDecoder(parse_int=str, parse_float=str)
 
 
@@ -24,7 +24,7 @@ def json_value(text: str) -> Any:
 
     Raises: ValueError for invalid or too deep JSON.
     """
-    if _LARGE.search(text) is None:
+    if LARGE.search(text) is None:
         return from_json(text, allow_inf_nan=False)
     framed, found = f'{{"":{text}}}', JsonObject()
     if found.feed(framed) != len(framed) or not found.done:
@@ -53,17 +53,6 @@ def json_so_far(text: str) -> dict[str, Any]:
         return {}
     value: dict[str, Any] = json.loads(found, parse_int=_integer, parse_constant=_float)
     return value
-
-
-def is_finite(body: bytes, value: Any) -> bool:
-    """Whether floats can represent all numbers of this JSON."""
-    pending = [value] if _LARGE.search(body.decode(errors="replace")) else []
-    while pending:
-        each = pending.pop()
-        if isinstance(each, float) and math.isinf(each):
-            return False
-        pending += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
-    return True
 
 
 def members(text: str) -> dict[str, str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Self
 
-from kvreclaim.memory.prefix.keys import BlockKeys
+from kvreclaim.memory.prefix.index import BlockKeys
 from kvreclaim.schedule.budget.account import EvictionCounters
 from kvreclaim.schedule.budget.drops import beyond
 from kvreclaim.schedule.budget.footprint import Footprint

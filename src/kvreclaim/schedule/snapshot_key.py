@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from kvreclaim.memory.prefix.keys import root_uid
+from kvreclaim.memory.prefix.index import root_uid
 from kvreclaim.schedule.budget.drops import Span, beyond
 
 LINK = 64

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvreclaim.checks import require
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.prefix.keys import BlockKey, BlockKeys, BlockName, root_uid, uid_of
+from kvreclaim.memory.prefix.index import BlockKey, BlockKeys, BlockName, root_uid, uid_of
 
 _KEY = Struct("<qq")
 

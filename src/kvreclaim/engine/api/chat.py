@@ -1,19 +1,26 @@
-"""A conversation as token ids, through the model's chat template."""
+"""A conversation as token ids, through the model's chat template: users' texts give no control tokens; also
+the span of the answer's reasoning."""
 
 from __future__ import annotations
 
 import inspect
+import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, Protocol
 
 from jinja2.exceptions import TemplateError
 from jinja2.meta import find_undeclared_variables
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from kvreclaim.checks import check_bool, check_text
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.loader import Tokenizer
+from kvreclaim.parsers.formats import reasoning_parser_of, think_format
+from kvreclaim.parsers.thinking import ThinkFormat, ThinkSpan
 
 RESERVED = frozenset(inspect.signature(Tokenizer.apply_chat_template).parameters) | {"messages"}
 """Names with a meaning of their own in rendering, which template_kwargs may not set."""
@@ -247,3 +254,103 @@ def _reason(error: Exception) -> str:
     """The template author's message, or the error's kind and first line, without text of messages."""
     first = str(error).strip().split("\n", 1)[0].split("Final message to continue", 1)[0].strip().rstrip(".")
     return first if isinstance(error, TemplateError) else f"{type(error).__name__}: {first}"
+
+
+class PlainText:
+    """Breaks control tokens in users' texts with a mark, before a template adds its own control tokens.
+
+    A copy of the tokenizer has the mark as a token, so it splits the text there. The mark's ids are dropped.
+    Nothing else changes, and text without control tokens uses the original tokenizer. A control token of one
+    character cannot be broken.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, allow: bool = False) -> None:
+        """allow: tokenize text as control tokens, without marks"""
+        self.tokenizer = tokenizer
+        self._mark = f"x{secrets.token_hex(12)}x"  # letters and digits: filters of templates leave them alone
+        added = sorted(tokenizer.added_tokens_decoder.values(), key=lambda token: -len(token.content))
+        control = [_pattern(token) for token in added if token.special and len(token.content) > 1]
+        self._control = re.compile("|".join(control)) if control and not allow else None
+
+    def guard(self, value: Any) -> Any:
+        """Return the JSON value with marks in its strings, including the names of fields."""
+        if self._control is None:
+            return value
+        if isinstance(value, str):
+            return self._control.sub(lambda found: found[0][0] + self._mark + found[0][1:], value)
+        if isinstance(value, dict):
+            return {self.guard(name): self.guard(each) for name, each in value.items()}
+        return [self.guard(each) for each in value] if isinstance(value, list) else value
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a template's text with guarded values."""
+        if self._mark not in text:
+            return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return self.encode_with_ends(text)[0]
+
+    def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
+        """Return the token ids, and the end of each token in the text."""
+        if self._mark not in text:
+            encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            return list(encoding["input_ids"]), [end for _, end in encoding["offset_mapping"]]
+        backend, mark_id = self._marking
+        [found] = backend.encode_batch([text], add_special_tokens=False)  # a batch lets other threads run
+        both = [(token, end) for token, (_, end) in zip(found.ids, found.offsets, strict=True)]
+        kept = [(token, end) for token, end in both if token != mark_id]
+        return [token for token, _ in kept], [end for _, end in kept]
+
+    @cached_property
+    def _marking(self) -> tuple[Backend, int]:
+        """A copy of the tokenizer that knows the mark, and the mark's id."""
+        backend = Backend.from_str(self.tokenizer.backend_tokenizer.to_str())
+        backend.no_truncation()
+        backend.no_padding()
+        backend.add_special_tokens([AddedToken(self._mark, special=True, normalized=False)])
+        mark_id = backend.token_to_id(self._mark)
+        assert mark_id is not None
+        return backend, mark_id
+
+
+def _pattern(token: AddedToken) -> str:
+    """Return a pattern for the token. A token that is matched in normalized text may have any case."""
+    return f"(?i:{re.escape(token.content)})" if token.normalized else re.escape(token.content)
+
+
+def prompt_end(tokenizer: Tokenizer, form: ThinkFormat, prompt_token_ids: list[int]) -> str:
+    """Return the text after a prompt's last control token that is not a marker of reasoning.
+
+    It is the template's opening of the answer, or a continued message. It has no user's text, because turns
+    begin with a control token. Without control tokens it is the whole prompt.
+    """
+    markers = form.opening, form.closing
+    bounds = {
+        token_id
+        for token_id, added in tokenizer.added_tokens_decoder.items()
+        if str(added).strip() and not any(str(added) in marker for marker in markers)
+    }
+    places = range(len(prompt_token_ids), 0, -1)
+    begin = next((place for place in places if prompt_token_ids[place - 1] in bounds), 0)
+    return str(tokenizer.decode(prompt_token_ids[begin:], skip_special_tokens=False))
+
+
+def think_span(
+    tokenizer: Tokenizer,
+    reasoning_parser: str | None,
+    prompt_token_ids: list[int],
+    tool_parser: str | None = None,
+) -> ThinkSpan | None:
+    """Return the span of the answer's reasoning for a parser; None without one.
+
+    tool_parser: of the calls that the answer may have
+    """
+    form = think_format(reasoning_parser)
+    if form is None:
+        return None
+    return ThinkSpan.behind(form, prompt_end(tokenizer, form, prompt_token_ids), tool_parser)
+
+
+def span_by_template(tokenizer: Tokenizer | None, prompt_token_ids: list[int]) -> ThinkSpan | None:
+    """Return the span of the answer's reasoning for the parser that fits the chat template."""
+    if tokenizer is None:
+        return None
+    return think_span(tokenizer, reasoning_parser_of(str(tokenizer.chat_template or "")), prompt_token_ids)

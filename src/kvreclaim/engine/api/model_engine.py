@@ -19,10 +19,10 @@ from kvreclaim.compression.config import CompressionConfig, StatsSource
 from kvreclaim.compression.loss_curve import CONTINUED
 from kvreclaim.compression_settings import FULL
 from kvreclaim.config import EngineConfig
+from kvreclaim.engine.api.chat import span_by_template
 from kvreclaim.engine.api.compressors import Compressors
 from kvreclaim.engine.api.kept_statistics import in_best_format, stats_source
 from kvreclaim.engine.api.prompts import Prompt, check_type, request_of
-from kvreclaim.engine.api.thinking import span_by_template
 from kvreclaim.engine.features import FEATURES
 from kvreclaim.engine.features.snapshots.feature import SnapshotUse
 from kvreclaim.engine.offload.session import SessionInfo

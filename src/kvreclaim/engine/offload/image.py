@@ -16,7 +16,7 @@ from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.offload import Parked
-from kvreclaim.memory.prefix.keys import BlockKeys
+from kvreclaim.memory.prefix.index import BlockKeys
 from kvreclaim.offload.store.host import HostSlots
 from kvreclaim.ops.blocks_io import bytes_per_block, read_blocks
 from kvreclaim.ops.cell_tables import CellTable

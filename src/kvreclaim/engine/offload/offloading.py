@@ -16,7 +16,7 @@ from kvreclaim.engine.request.outputs import EngineTotals, StepStats
 from kvreclaim.engine.request.request import Sequence
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.prefix.keys import BlockKeys
+from kvreclaim.memory.prefix.index import BlockKeys
 from kvreclaim.offload.plan.tiered_offload import TieredOffload
 from kvreclaim.offload.store.host import HostSlots
 from kvreclaim.offload.store.slot_file import SlotFile

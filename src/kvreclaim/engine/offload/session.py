@@ -16,7 +16,7 @@ from kvreclaim.engine.offload.offloading import Offload
 from kvreclaim.engine.offload.states import NAME, StateCopies
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.prefix.keys import BlockKeys
+from kvreclaim.memory.prefix.index import BlockKeys
 from kvreclaim.offload.store.session_file import SessionFile
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.blocks_io import bytes_per_block, read_blocks, write_blocks

@@ -25,6 +25,8 @@ from kvreclaim.engine.serving.served import ServedModel
 from kvreclaim.errors import EngineDeadError
 from kvreclaim.model.loader import Tokenizer
 
+T = TypeVar("T")
+
 
 class RequestStream:
     """A request's updates, for one reader in the event loop.
@@ -105,9 +107,6 @@ class RequestStream:
             yield update
             if update.finished:
                 return
-
-
-T = TypeVar("T")
 
 
 class EngineClient(ABC):
@@ -305,6 +304,8 @@ class AsyncEngine(EngineClient):
 
     async def _promised(self, new: RequestSpec) -> RequestSpec:
         """Return the request at its budget. For max_loss a file of statistics may have to be read."""
+        if new.compression is None and self.llm.compression is None:
+            return new
         if new.compression is None or new.compression.max_loss is None:
             return self.llm.promised(new)
         return await asyncio.to_thread(self.llm.promised, new)

@@ -29,6 +29,8 @@ from kvreclaim.schedule.budget.check import check_blocks
 from kvreclaim.schedule.budget.footprint import Footprint, excess_slots, longest_sequence
 
 logger = logging.getLogger(__name__)
+UNSEEDED = 1 << 40
+"""Seeds of requests that bring none begin here, where no caller's seed is expected."""
 
 
 def check_prompt(
@@ -217,10 +219,6 @@ def _remedies(footprint: Footprint, config: EngineConfig) -> tuple[str, ...]:
     return (more, "compress with a budget")
 
 
-UNSEEDED = 1 << 40
-"""Seeds of requests that bring none begin here, where no caller's seed is expected."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class NewRequest:
     """A checked request. tokens: its prompt and a continuation to be scored; queued: at once"""
@@ -260,8 +258,10 @@ class RequestFactory:
         lengths = len(prompt), len(tokens) - (spec.continuation is not None)  # its last token is not computed
         check_prompt(tokens, params, config, self.loaded)
         check_salt_and_priority(spec.cache_salt, spec.priority)
-        features = tuple(each for each in self.features if each.is_on(spec, is_child=parent is not None))
-        refuse({**self.engine, **request_conditions(spec, compressor, features)})
+        features = tuple(each for each in self.features if has_feature(spec, each, parent))
+        own = request_conditions(spec, compressor, features)
+        if not all(value is None or value is False for value in own.values()):
+            refuse({**self.engine, **own})  # without own ones the start has checked the engine's
         bad_words = checked_bad_words(params, self.loaded)
         verified, compressor = (None, None) if compressor is None else divided(compressor)
         verify = None if verified is None else self._verify(spec, verified, len(tokens))
@@ -326,6 +326,13 @@ def engine_features(
         Feature.NO_TOKENIZER: loaded.tokenizer is None,
     }
     return config.features() | format_features(form) | model_features(groups.facts) | own
+
+
+def has_feature(spec: RequestSpec, feature: RequestFeature, parent: Request | None) -> bool:
+    """Return whether a request has the feature. parent: another request, which needs its result"""
+    if spec.option(feature.option) is not None or (feature.is_default and parent is None):
+        return True
+    return feature.parameter is not None and getattr(spec.params, feature.parameter) is not None
 
 
 def request_conditions(

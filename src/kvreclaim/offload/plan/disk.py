@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvreclaim.memory.prefix.index import Entry, Link
-from kvreclaim.memory.prefix.keys import BlockKey, BlockKeys, BlockName
+from kvreclaim.memory.prefix.index import BlockKey, BlockKeys, BlockName, Entry, Link
 from kvreclaim.offload.plan.tier import Tier
 from kvreclaim.offload.plan.transfers import Transfer, TransferOutcome, Transfers
 

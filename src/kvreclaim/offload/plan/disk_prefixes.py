@@ -8,8 +8,7 @@ from typing import Any
 
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.groups.full import FullAttentionGroup
-from kvreclaim.memory.prefix.index import Entry, Link
-from kvreclaim.memory.prefix.keys import BlockKeys
+from kvreclaim.memory.prefix.index import BlockKeys, Entry, Link
 from kvreclaim.offload.plan.disk import DiskTier, Loading
 from kvreclaim.offload.plan.host_prefixes import HostPrefixes
 from kvreclaim.offload.plan.states import DiskStates

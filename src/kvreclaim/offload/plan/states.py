@@ -9,8 +9,7 @@ from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.groups.recurrent import RecurrentGroup
 from kvreclaim.memory.groups.state_slots import StateSlots
 from kvreclaim.memory.offload import Move
-from kvreclaim.memory.prefix.index import STATE, Entry
-from kvreclaim.memory.prefix.keys import BlockKeys, BlockName
+from kvreclaim.memory.prefix.index import STATE, BlockKeys, BlockName, Entry
 from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.offload.plan.disk import DiskTier
 from kvreclaim.offload.plan.tier import Tier

@@ -7,8 +7,7 @@ from collections import Counter
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.eviction import make_order
 from kvreclaim.memory.pool import BlockPool
-from kvreclaim.memory.prefix.index import NUM_REMEMBERED, Entry, Link, PrefixIndex
-from kvreclaim.memory.prefix.keys import BlockKeys, root_uid
+from kvreclaim.memory.prefix.index import NUM_REMEMBERED, BlockKeys, Entry, Link, PrefixIndex, root_uid
 
 
 class Tier:

@@ -13,8 +13,7 @@ from kvreclaim.memory.groups.full import FullAttentionGroup
 from kvreclaim.memory.groups.recurrent import RecurrentGroup
 from kvreclaim.memory.offload import Move, OffloadSlots
 from kvreclaim.memory.pool import BlockPool
-from kvreclaim.memory.prefix.index import INELIGIBLE
-from kvreclaim.memory.prefix.keys import BlockKeys
+from kvreclaim.memory.prefix.index import INELIGIBLE, BlockKeys
 from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.offload.plan.disk import DiskTier
 from kvreclaim.offload.plan.disk_prefixes import DiskPrefixes

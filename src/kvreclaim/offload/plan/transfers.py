@@ -9,7 +9,7 @@ from enum import Enum
 from itertools import count
 from typing import Generic, TypeVar
 
-from kvreclaim.memory.prefix.keys import BlockName
+from kvreclaim.memory.prefix.index import BlockName
 
 Store = TypeVar("Store")
 Load = TypeVar("Load")

@@ -6,7 +6,7 @@ import errno
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvreclaim.memory.prefix.keys import BlockName
+from kvreclaim.memory.prefix.index import BlockName
 
 
 class JobOutcome(StrEnum):

@@ -20,7 +20,7 @@ from typing import Final
 
 from xxhash import xxh3_128_digest
 
-from kvreclaim.memory.prefix.keys import BlockName
+from kvreclaim.memory.prefix.index import BlockName
 from kvreclaim.offload.store.jobs import JobOutcome
 
 PAGE: Final = 4096

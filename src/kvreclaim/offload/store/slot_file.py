@@ -13,7 +13,7 @@ from typing import Final
 
 from kvreclaim.checks import check_int
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.memory.prefix.keys import BlockName
+from kvreclaim.memory.prefix.index import BlockName
 from kvreclaim.offload.store import record
 from kvreclaim.offload.store.directory import SIZE_FIELD, StoreDirectory
 from kvreclaim.offload.store.file_io import FileIO

@@ -11,7 +11,7 @@ from itertools import takewhile
 from threading import Condition, Thread
 from typing import Final
 
-from kvreclaim.memory.prefix.keys import BlockName
+from kvreclaim.memory.prefix.index import BlockName
 from kvreclaim.offload.store.jobs import DiskCounters, JobOutcome, JobResult, TierJob
 from kvreclaim.offload.store.slot_file import SlotFile
 from kvreclaim.offload.store.write_gate import WriteGate

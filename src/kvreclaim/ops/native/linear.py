@@ -31,6 +31,8 @@ ROWS_FP32 = 32
 UNLIMITED = sys.maxsize
 
 _leading: ContextVar[int] = ContextVar("leading", default=0)
+ACTIVATIONS = ("int8", "int16", "exact")
+"""Rounding of x in a product: 8 or 15 bits, a scale per 32 columns, or nothing. The kernels' order."""
 
 
 @contextmanager
@@ -144,10 +146,6 @@ def takes_norm(x: Tensor, weight: Tensor) -> bool:
         and unavailable_reason() is None
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
     )
-
-
-ACTIVATIONS = ("int8", "int16", "exact")
-"""Rounding of x in a product: 8 or 15 bits, a scale per 32 columns, or nothing. The kernels' order."""
 
 
 def packed_linear(

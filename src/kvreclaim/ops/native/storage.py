@@ -28,6 +28,11 @@ LAYOUTS = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "turboquant4", "i
 EXACT_QUERIES = 33
 """Rows of a sequence up to which each is, to the bit, what it would be alone, as a decode step's only row: a
 token and the drafts behind it. The kernels' bound. More are a prefill, which is computed in another order."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CHUNK = 16
+"""Tokens that the kernels take at once; a block has to be a multiple."""
+SPARE_BYTES = 64
+"""Behind the units of a coded format: the last vector of a row may reach past them."""
 
 
 def cache_view(cache: KVCache) -> Any:
@@ -81,12 +86,7 @@ def _view(batch: AttentionBatch, sequences: Iterable[SequenceSlots]) -> Any:
     return view
 
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CHUNK = 16
-"""Tokens that the kernels take at once; a block has to be a multiple."""
 PAGE, HUGE_PAGE = 2**12, 2**21
-SPARE_BYTES = 64
-"""Behind the units of a coded format: the last vector of a row may reach past them."""
 
 
 def unsupported_reason(need: Need) -> str | None:

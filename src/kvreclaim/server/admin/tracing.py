@@ -18,7 +18,7 @@ from opentelemetry.trace import Link, SpanKind, Status, StatusCode, get_current_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kvreclaim import __version__
-from kvreclaim.server.base.ids import answer_id
+from kvreclaim.server.base.identity import answer_id
 from kvreclaim.server.shared.access import Access
 
 OPERATIONS = {

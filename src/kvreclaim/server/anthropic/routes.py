@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -14,12 +15,12 @@ from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.server.anthropic.answer import AnthropicResponse
 from kvreclaim.server.anthropic.fields import ConversationFields, MessageRequest
 from kvreclaim.server.anthropic.prompt import Rendered, check_size, render
-from kvreclaim.server.anthropic.schemas import ERRORS, STREAMED, TokensCount
-from kvreclaim.server.base.features import http_options
-from kvreclaim.server.base.ids import request_id_of
-from kvreclaim.server.base.tenants import Tenant
+from kvreclaim.server.base.errors import AnthropicError
+from kvreclaim.server.base.fields import http_options
+from kvreclaim.server.base.identity import Tenant, request_id_of
+from kvreclaim.server.base.usage import KVCacheUsage, ResponseSchema, errors_of, streamed_body
 from kvreclaim.server.http.events import answer_json, stream_events
-from kvreclaim.server.shared.bodies import BodyRoute
+from kvreclaim.server.shared.bodies import SHARED, BodyRoute, check_priority, sampling_of
 from kvreclaim.server.shared.calls import (
     check_grammars,
     check_offer,
@@ -28,8 +29,74 @@ from kvreclaim.server.shared.calls import (
     with_grammar,
 )
 from kvreclaim.server.shared.output_format import OutputFormat
-from kvreclaim.server.shared.sampling import SHARED, check_priority, sampling_of
 from kvreclaim.server.shared.service import Service, ServiceDep, TenantDep
+
+ERRORS = errors_of(AnthropicError)
+
+
+class TokensCount(ResponseSchema):
+    input_tokens: int
+
+
+class CacheCreation(ResponseSchema):
+    """Tokens by TTL."""
+
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: int
+
+
+class OutputTokensDetails(ResponseSchema):
+    thinking_tokens: int
+
+
+class MessageUsage(ResponseSchema):
+    """The three input counts sum to the prompt; output_tokens_details is present with a reasoning parser."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation: CacheCreation
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails | None = None
+    kv_cache: KVCacheUsage
+
+
+class AnsweredText(ResponseSchema):
+    type: Literal["text"]
+    text: str
+
+
+class AnsweredToolUse(ResponseSchema):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class AnsweredThinking(ResponseSchema):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+StopReason = Literal[
+    "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded", "pause_turn"
+]
+
+
+class AnsweredMessage(ResponseSchema):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[AnsweredText | AnsweredThinking | AnsweredToolUse]
+    stop_reason: StopReason
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+STREAMED = streamed_body(AnsweredMessage, "`event:` and `data:` lines")
+
 
 router = APIRouter(tags=["anthropic"], route_class=BodyRoute)
 

@@ -15,8 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from kvreclaim.errors import EngineDeadError, KVReclaimError, RequestTooLongError
-from kvreclaim.server.base.features import feature_fields
-from kvreclaim.server.base.ids import request_id_of
+from kvreclaim.server.base.fields import feature_fields
+from kvreclaim.server.base.identity import request_id_of
 
 logger = logging.getLogger(__name__)
 

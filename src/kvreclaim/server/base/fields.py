@@ -1,8 +1,9 @@
-"""Common fields of the request bodies of both dialects."""
+"""Common fields of the request bodies of both dialects, with those of the features
+(kvreclaim/engine/features/)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -19,11 +20,14 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from kvreclaim.compression_settings import CompressionSettings
+from kvreclaim.engine.features import FEATURES
 from kvreclaim.options import settings_of
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.server.base.config import MAX_INT32
-from kvreclaim.server.base.features import with_features
 
+T = TypeVar("T", bound=BaseModel)
+FIELDS = {feature: tuple(names) for feature in FEATURES if (names := feature.http_fields())}
+"""Features with fields in HTTP bodies, and the names of these."""
 MAX_POLICY_LENGTH = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
@@ -36,6 +40,54 @@ MAX_BLOCKS = 4096
 """Most blocks of a system prompt or of a tool result."""
 MAX_OPTIONS = 64
 """Most options of a policy, and most entries of an option that is a list."""
+OWN_FIELDS = ("policy", "stats", "budget")
+"""Fields of CompressionSettings that the body declares itself, or that clients cannot set."""
+SAMPLING = (
+    "seed",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "ignore_eos",
+)
+"""Settings of SamplingParams that both dialects share."""
+
+
+def feature_fields() -> Iterator[str]:
+    """Names of all features' fields."""
+    return (name for names in FIELDS.values() for name in names)
+
+
+def with_features(body: type[T]) -> type[T]:
+    """Add the fields of all features to a body."""
+    found: dict[str, Any] = {}
+    for feature in FEATURES:
+        found |= feature.http_fields()
+    return create_model(
+        body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **found
+    )
+
+
+def with_usage(schema: type[T]) -> type[T]:
+    """Add the figures of all features to the schema of usage.kv_cache."""
+    found: dict[str, Any] = {name: (int, ...) for feature in FEATURES for name in feature.usage}
+    return create_model(
+        schema.__name__, __base__=schema, __module__=schema.__module__, __doc__=schema.__doc__, **found
+    )
+
+
+def http_options(body: BaseModel) -> dict[type, Any]:
+    """The options in a body, by their types. Raises: InvalidArgumentError."""
+    found: dict[type, Any] = {}
+    for feature, names in FIELDS.items():
+        given = {name: value for name in names if (value := getattr(body, name)) is not None}
+        if given:
+            found[feature.option] = feature.option_of(given)
+    return found
 
 
 def refusal(sentence: str) -> PydanticCustomError:
@@ -66,7 +118,6 @@ def at_most(limit: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-T = TypeVar("T", bound=BaseModel)
 Item = TypeVar("Item")
 
 Listed = Annotated[list[Item], Field(fail_fast=True)]
@@ -123,10 +174,6 @@ def mirrors(config: type, names: Iterable[str]) -> Callable[[type[T]], type[T]]:
     return with_settings
 
 
-OWN_FIELDS = ("policy", "stats", "budget")
-"""Fields of CompressionSettings that the body declares itself, or that clients cannot set."""
-
-
 @mirrors(CompressionSettings, (n for n in settings_of(CompressionSettings) if n not in OWN_FIELDS))
 class KVCompression(Fields):
     """CompressionConfig's fields except `stats`: clients cannot name files of the server."""
@@ -151,20 +198,6 @@ PolicyOrSettings = Annotated[
 LogitBias = Annotated[
     dict[str, float], at_most(MAX_TOKEN_LIST), Field(json_schema_extra={"maxProperties": MAX_TOKEN_LIST})
 ]
-
-SAMPLING = (
-    "seed",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-    "ignore_eos",
-)
-"""Settings of SamplingParams that both dialects share."""
 
 
 @with_features

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from kvreclaim.engine.features import FEATURES
 from kvreclaim.engine.request.outputs import RequestMetrics
-from kvreclaim.server.base.features import with_usage
+from kvreclaim.server.base.fields import with_usage
 
 
 def kv_cache_usage(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:

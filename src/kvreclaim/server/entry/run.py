@@ -21,8 +21,7 @@ from kvreclaim.engine.serving.served import ServedModel
 from kvreclaim.server.admin.logs import log_loop_error
 from kvreclaim.server.base.config import ServerConfig
 from kvreclaim.server.entry.app import create_app
-from kvreclaim.server.http.connections import HTTPConfig, allow_files
-from kvreclaim.server.http.refusals import Refusals
+from kvreclaim.server.http.connections import HTTPConfig, Refusals, allow_files
 from kvreclaim.server.shared.service import Service
 
 logger = logging.getLogger(__name__)

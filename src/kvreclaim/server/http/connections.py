@@ -1,10 +1,14 @@
-"""Limits per connection (count, header size, read time), enforced before a request exists."""
+"""Limits per connection (count, header size, read time), enforced before a request exists; refusals are
+counted, some logged."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
+import time
 from asyncio import TimerHandle
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from ipaddress import IPv6Address, ip_address
@@ -17,8 +21,11 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from kvreclaim.server.base.config import ServerConfig
 from kvreclaim.server.base.errors import ApiError, error_body
-from kvreclaim.server.http.refusals import Refusals
 
+logger = logging.getLogger(__name__)
+
+LINE_S = 10.0
+"""Least seconds between two lines about the same status, so that clients cannot fill the log."""
 MAX_HEAD_BYTES = 64 << 10
 """Limit of request line and headers, and of the framing of chunked bodies."""
 MAX_HEADERS = 256
@@ -27,6 +34,30 @@ PATIENCE_S = 1.0
 LINGER_S = 5.0
 """Seconds for which the rest of a refused body is read and dropped, so that the client gets the answer."""
 OTHER_FILES = 256
+
+
+class Refusals:
+    """Counts refusals by status, and logs them at a limited rate.
+
+    count: adds one to the metrics
+    """
+
+    def __init__(self, count: Callable[[int], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._count = count
+        self._clock = clock
+        self._logged_s: dict[int, float] = {}
+        self._unlogged: Counter[int] = Counter()
+
+    def note(self, status: int, client: str) -> None:
+        """client: its address or network"""
+        self._count(status)
+        now, logged_s = self._clock(), self._logged_s.get(status)
+        if logged_s is not None and now < logged_s + LINE_S:
+            self._unlogged[status] += 1
+            return
+        self._logged_s[status] = now
+        fields = {"status": status, "client": client, "unlogged": self._unlogged.pop(status, 0)}
+        logger.warning("a connection was refused: %d", status, extra={"fields": fields})
 
 
 @dataclass(slots=True)

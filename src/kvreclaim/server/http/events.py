@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.page.frames import event
 from kvreclaim.server.base.errors import ANTHROPIC_PREFIX, ApiError, error_body, failed, from_engine
-from kvreclaim.server.base.ids import request_id_of
+from kvreclaim.server.base.identity import request_id_of
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

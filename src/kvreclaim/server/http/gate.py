@@ -13,8 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvreclaim.page.hosts import host_of, is_foreign, is_own
 from kvreclaim.server.base.config import ServerConfig
 from kvreclaim.server.base.errors import ApiError, error_body, failed
-from kvreclaim.server.base.ids import new_request_id
-from kvreclaim.server.base.tenants import Tenant, Tenants
+from kvreclaim.server.base.identity import Tenant, Tenants, new_request_id
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,9 @@ from prometheus_client import generate_latest
 from kvreclaim.engine.serving.client import EngineClient
 from kvreclaim.engine.serving.served import ServedModel
 from kvreclaim.errors import EngineDeadError
-from kvreclaim.server.metrics.collector import HttpCounts, MetricsCollector, registry_of
+from kvreclaim.server.metrics.collector import MetricsCollector, registry_of
 from kvreclaim.server.metrics.observer import Counted, count
+from kvreclaim.server.shared.access import HttpCounts
 
 PATIENCE_S = 2.0
 """Longest wait for a step, in seconds; after that a scraper gets the previous counts."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
@@ -28,27 +27,7 @@ from kvreclaim.server.metrics.catalogue import (
 )
 from kvreclaim.server.metrics.observer import Counted, Histogram
 from kvreclaim.server.metrics.tiers import Values
-from kvreclaim.server.shared.access import Access
-
-
-class HttpCounts:
-    """Counts HTTP answers. by_status: answers by (route, method, status)."""
-
-    def __init__(self) -> None:
-        self.by_status: Counter[tuple[str, str, str]] = Counter()
-
-    def __call__(self, access: Access) -> None:
-        self.by_status[access.route, access.method, str(access.status)] += 1
-
-    def refused(self, status: int) -> None:
-        self.by_status["unmatched", "other", str(status)] += 1
-
-    def by_class(self) -> Counter[tuple[str, str, str]]:
-        """Counts by class of status: 2xx, 4xx, ..."""
-        found: Counter[tuple[str, str, str]] = Counter()
-        for (route, method, status), count in self.by_status.items():
-            found[route, method, f"{status[0]}xx"] += count
-        return found
+from kvreclaim.server.shared.access import HttpCounts
 
 
 class MetricsCollector(Collector):

@@ -109,7 +109,8 @@ class MetricsObserver:
                 self._advance(request, progress, now, before)
         self._note_gaps(before, now)
         self._take(engine)
-        for sample in engine.memory.pool.residency.drain():
+        residency = engine.memory.pool.residency
+        for sample in residency.drain() if residency.ended else ():
             self._observe("vllm:kv_block_lifetime_seconds", sample.lifetime_s)
             self._observe("vllm:kv_block_idle_before_evict_seconds", sample.idle_before_evict_s)
             for gap in sample.reuse_gaps_s:

@@ -16,14 +16,20 @@ from kvreclaim.engine.serving.client import RequestStream
 from kvreclaim.engine.serving.core import OutputDelta
 from kvreclaim.server.base.errors import ApiError
 from kvreclaim.server.base.fields import refusal
-from kvreclaim.server.base.ids import request_id_of
-from kvreclaim.server.base.tenants import Tenant
+from kvreclaim.server.base.identity import Tenant, request_id_of
 from kvreclaim.server.base.vocabulary import Continuation
 from kvreclaim.server.openai.answer import OpenAIResponse, scores_of
 from kvreclaim.server.openai.documents import before_prompt, num_chars, reuse_of
-from kvreclaim.server.openai.fields import MAX_LOGPROBS, GenerationFields
 from kvreclaim.server.openai.logprobs import Report, completion_logprobs
-from kvreclaim.server.openai.prompts import beams_of, bounded, check_options, engine_prompt, sampling_params
+from kvreclaim.server.openai.prompts import (
+    MAX_LOGPROBS,
+    GenerationFields,
+    beams_of,
+    bounded,
+    check_options,
+    engine_prompt,
+    sampling_params,
+)
 from kvreclaim.server.openai.schemas import ERRORS, Completion, streamed
 from kvreclaim.server.openai.structured import structured_of
 from kvreclaim.server.shared.bodies import BodyRoute

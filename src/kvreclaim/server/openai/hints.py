@@ -10,8 +10,8 @@ from kvreclaim.engine.api.exports import EVERYTHING, Retention
 from kvreclaim.server.base.config import MAX_INT32
 from kvreclaim.server.base.errors import ApiError
 from kvreclaim.server.base.fields import Fields, described
-from kvreclaim.server.base.tenants import Tenant
-from kvreclaim.server.shared.sampling import check_priority
+from kvreclaim.server.base.identity import Tenant
+from kvreclaim.server.shared.bodies import check_priority
 from kvreclaim.server.shared.service import Service
 
 PRIORITY = "nvext.agent_hints.priority"

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from kvreclaim.server.base.errors import ApiError
 from kvreclaim.server.base.fields import Fields, at_most, described
-from kvreclaim.server.base.tenants import Tenant
+from kvreclaim.server.base.identity import Tenant
 from kvreclaim.server.shared.calls import check_grammars, checked_structured
 from kvreclaim.server.shared.service import Service
 from kvreclaim.structured_outputs import StructuredOutputsParams

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.core import Update
 from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd, Piece, ToolCall, merged
-from kvreclaim.server.base.ids import answer_id, request_id_of
+from kvreclaim.server.base.identity import answer_id, request_id_of
 from kvreclaim.server.http.events import answer_json, error_of, event, json_of, stream_events
 from kvreclaim.server.openai.answer import REPORT_SIZE
 from kvreclaim.server.openai.chat import ChatAnswer

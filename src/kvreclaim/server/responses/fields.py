@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from kvreclaim.server.base.fields import MAX_INT32, MAX_TOOLS, Fields, Listed, at_most, described, refusal
-from kvreclaim.server.openai.fields import MAX_LOGPROBS, SharedFields, Verbosity
 from kvreclaim.server.openai.messages import FunctionDefinition
+from kvreclaim.server.openai.prompts import MAX_LOGPROBS, SharedFields, Verbosity
 from kvreclaim.server.responses.items import Items
 
 LOGPROBS = "message.output_text.logprobs"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainValidator
 
 from kvreclaim.server.base.fields import MAX_BLOCKS, Fields, Listed, described, refusal
-from kvreclaim.server.base.ids import ANSWER_PREFIXES
+from kvreclaim.server.base.identity import ANSWER_PREFIXES
 from kvreclaim.server.shared.drops import KVDrop
 
 Item = dict[str, Any]

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from pydantic_core import from_json
 
+from kvreclaim.engine.api.chat import SYSTEM_ROLES
 from kvreclaim.server.base.errors import ApiError
-from kvreclaim.server.base.tenants import Tenant
+from kvreclaim.server.base.identity import Tenant
 from kvreclaim.server.openai.chat import ChatRequest
-from kvreclaim.server.openai.fields import SharedFields
 from kvreclaim.server.openai.messages import render
+from kvreclaim.server.openai.prompts import SharedFields
 from kvreclaim.server.responses.conversation import ChatWriter, num_chars
 from kvreclaim.server.responses.fields import AllowedFunctions, ChosenFunction, FlatFunction, ResponsesRequest
 from kvreclaim.server.responses.items import Item, response_of
 from kvreclaim.server.responses.names import own_names
 from kvreclaim.server.responses.store import ResponseStore
-from kvreclaim.server.responses.truncation import fitting
 from kvreclaim.server.shared.calls import Tool, can_follow
 from kvreclaim.server.shared.service import Service
 
@@ -32,6 +33,55 @@ MOST_ALONE = 128
 """Most functions with individually checked schemas; OpenAI's own limit."""
 ROOM = 8
 """Fraction of the context reserved for an answer without a limit, if items are dropped."""
+
+
+def fitting(items: Sequence[Item], fits: Callable[[list[int]], bool | None]) -> list[int]:
+    """Return the indices of the items that stay: leading system and developer items, and the latest others
+    that fit; if none do, the fewest that can be rendered.
+
+    fits: whether the items at these indices fit, None if they cannot be rendered; monotonic in their number
+    """
+    first = _num_leading(items)
+    cuts = _cuts(items, first)
+
+    def kept(cut: int) -> list[int]:
+        return [*range(first), *range(cut, len(items))]
+
+    found: dict[int, bool | None] = {}
+
+    def ends(cut: int) -> bool:
+        found[cut] = fits(kept(cut))
+        return found[cut] is not False
+
+    place = bisect_left(cuts, True, key=ends)
+    if place == len(cuts) or found[cuts[place]] is None:
+        place = max(place - 1, 0)
+    return kept(cuts[place])
+
+
+def _num_leading(items: Sequence[Item]) -> int:
+    others = (place for place, item in enumerate(items) if item.get("role") not in SYSTEM_ROLES)
+    return next(others, len(items))
+
+
+def _cuts(items: Sequence[Item], first: int) -> list[int]:
+    """Possible starts of the rest: unchanged, at each user message, and after the last of these before any
+    item except results with a missing call."""
+    user_turns = [place for place in range(first + 1, len(items)) if items[place].get("role") == "user"]
+    last = user_turns[-1] if user_turns else first
+    calls: dict[str, int] = {}
+    call_of: dict[int, int] = {}
+    for place, item in enumerate(items):
+        if item["type"] == "function_call":
+            calls[item["call_id"]] = place
+        elif item["type"] == "function_call_output":
+            call_of[place] = calls.get(item["call_id"], place)
+    needed, behind = len(items), []
+    for place in range(len(items) - 1, last, -1):
+        needed = min(needed, call_of.get(place, needed))
+        if needed >= place:
+            behind.append(place)
+    return [first, *user_turns, *reversed(behind)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
-"""Facts about a finished HTTP request, for the log, the metrics and the trace."""
+"""Facts about a finished HTTP request, for the log, the metrics and the trace, and the counts of all."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,3 +132,23 @@ def _traceparent(scope: Scope) -> dict[str, str]:
     """Return the W3C headers with the caller's span."""
     names = (b"traceparent", b"tracestate")
     return {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in names}
+
+
+class HttpCounts:
+    """Counts HTTP answers. by_status: answers by (route, method, status)."""
+
+    def __init__(self) -> None:
+        self.by_status: Counter[tuple[str, str, str]] = Counter()
+
+    def __call__(self, access: Access) -> None:
+        self.by_status[access.route, access.method, str(access.status)] += 1
+
+    def refused(self, status: int) -> None:
+        self.by_status["unmatched", "other", str(status)] += 1
+
+    def by_class(self) -> Counter[tuple[str, str, str]]:
+        """Counts by class of status: 2xx, 4xx, ..."""
+        found: Counter[tuple[str, str, str]] = Counter()
+        for (route, method, status), count in self.by_status.items():
+            found[route, method, f"{status[0]}xx"] += count
+        return found

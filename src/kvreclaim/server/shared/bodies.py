@@ -1,4 +1,4 @@
-"""Request bodies: read within limits, parsed once, refused at a cost bounded by their size.
+"""Request bodies: read within limits, parsed once, refused at a cost bounded by their size; their settings.
 
 FastAPI would parse and validate a body in the event loop, and make an error for each invalid element.
 """
@@ -6,8 +6,9 @@ FastAPI would parse and validate a body in the event loop, and make an error for
 from __future__ import annotations
 
 import asyncio
+import math
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Container, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,8 +18,13 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
-from kvreclaim.parsers.json_value import is_finite
+from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.parsers.json_value import LARGE
+from kvreclaim.sampling_params import SamplingParams
+from kvreclaim.server.base.config import ServerConfig
 from kvreclaim.server.base.errors import ApiError, from_problem
+from kvreclaim.server.base.fields import SAMPLING
+from kvreclaim.server.base.identity import Tenant
 from kvreclaim.server.http.events import gone
 from kvreclaim.server.shared.service import Service, service_of, tenant_of
 
@@ -27,6 +33,12 @@ BASE_BODY_BYTES = 256 << 10
 BODY_BYTES_PER_TOKEN = 32
 
 NO_OBJECT = "the body is no JSON object; send one, with the header `content-type: application/json`."
+LONE_SURROGATE = re.compile(
+    rb"(?<!\\)(?:\\\\)*(?P<high>\\u[dD][89abAB][0-9a-fA-F]{2})(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})(?P<low>\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+)
+SHARED = (*SAMPLING, "logit_bias")
+"""Fields of SamplingParams with the same name in both dialects."""
 
 
 def body_limit(limit: int | None, max_model_len: int) -> int:
@@ -114,12 +126,6 @@ def num_chars(value: Any) -> int:
     return found
 
 
-LONE_SURROGATE = re.compile(
-    rb"(?<!\\)(?:\\\\)*(?P<high>\\u[dD][89abAB][0-9a-fA-F]{2})(?!\\u[dD][c-fC-F])"
-    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})(?P<low>\\u[dD][c-fC-F][0-9a-fA-F]{2})"
-)
-
-
 def _reason_against(body: bytes, error: str) -> str:
     """Why a body is not JSON. error: the parser's message, which names no surrogate before a text's end"""
     lone = LONE_SURROGATE.search(body) if "hex escape" in error else None
@@ -154,3 +160,47 @@ def parse(model: type[BaseModel], body: bytes, content_type: str, service: Servi
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         raise from_problem(first["type"], first["loc"], first["msg"]) from None
+
+
+def sampling_of(given: Mapping[str, Any], fields: Container[str]) -> SamplingParams:
+    """given: SamplingParams' fields by name; None means absent, and without max_tokens the answer may fill
+    the context. fields: the request's own names, for errors. Raises: ApiError 400."""
+    settings = {name: value for name, value in given.items() if value is not None}
+    if isinstance(bias := settings.get("logit_bias"), Mapping):
+        settings["logit_bias"] = _logit_bias(bias)
+    try:
+        return SamplingParams(**{"max_tokens": None, **settings})
+    except InvalidArgumentError as error:
+        raise ApiError(400, str(error), error.field if error.field in fields else None) from error
+
+
+def check_priority(priority: int, tenant: Tenant, limits: ServerConfig) -> None:
+    """Raises: ApiError 400 for a priority more urgent than allowed."""
+    if priority < limits.min_priority and not tenant.operator:
+        raise ApiError(
+            400,
+            f"priority is {priority}, but this key may ask for {limits.min_priority} or more (more is less "
+            "urgent); raise it.",
+            "priority",
+        )
+
+
+def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
+    """Convert JSON's keys, which are strings."""
+    wrong = [key for key in given if not (key.isascii() and key.isdigit() and len(key) < 10)]
+    if wrong:
+        raise ApiError(
+            400, f'logit_bias has the key {wrong[0]!r}; keys are token ids, such as "42".', "logit_bias"
+        )
+    return {int(key): bias for key, bias in given.items()}
+
+
+def is_finite(body: bytes, value: Any) -> bool:
+    """Whether floats can represent all numbers of this JSON."""
+    pending = [value] if LARGE.search(body.decode(errors="replace")) else []
+    while pending:
+        each = pending.pop()
+        if isinstance(each, float) and math.isinf(each):
+            return False
+        pending += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+    return True

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvreclaim.engine.api.chat import variables_of
+from kvreclaim.engine.api.chat import prompt_end, think_span, variables_of
 from kvreclaim.engine.api.exports import Tokenizer
-from kvreclaim.engine.api.thinking import prompt_end, think_span
 from kvreclaim.parsers.formats import (
     ARRAY,
     HARMONY,

@@ -16,9 +16,8 @@ from fastapi import Depends, Request
 
 from kvreclaim.checks import check_text
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.engine.api.chat import chat_text, variables_of
+from kvreclaim.engine.api.chat import PlainText, chat_text, variables_of
 from kvreclaim.engine.api.exports import Tokenizer
-from kvreclaim.engine.api.plain import PlainText
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.client import EngineClient, RequestStream
 from kvreclaim.engine.serving.core import Update
@@ -26,7 +25,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.base.config import ServerConfig
 from kvreclaim.server.base.errors import TOO_LONG, ApiError, failed
 from kvreclaim.server.base.fields import KVCompression
-from kvreclaim.server.base.tenants import Tenant
+from kvreclaim.server.base.identity import Tenant
 from kvreclaim.server.base.vocabulary import Vocabulary
 from kvreclaim.server.http.workers import Workers, default_threads
 from kvreclaim.server.shared.compression import compression_of

@@ -1,4 +1,5 @@
-"""Tenants: one per API key; cached blocks are never shared between tenants."""
+"""Identity of a request: its id, sent back in a header and part of every log line about it, and its tenant:
+one per API key; cached blocks are never shared between tenants."""
 
 from __future__ import annotations
 
@@ -6,10 +7,20 @@ import base64
 import hmac
 import json
 import secrets
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from starlette.types import Scope
+
 from kvreclaim.server.base.config import ServerConfig
+
+ANSWER_PREFIXES = {
+    "/v1/completions": "cmpl-",
+    "/v1/chat/completions": "chatcmpl-",
+    "/v1/responses": "resp_",
+    "/v1/messages": "msg_",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +80,17 @@ class Tenants:
             return None
         alone = self._operator_key is None and len(self._keys) == 1
         return Tenant(tenant_name(self._secret, given), operator or alone)
+
+
+def new_request_id() -> str:
+    return f"req-{uuid.uuid4().hex}"
+
+
+def request_id_of(scope: Scope) -> str:
+    request_id: str = scope["state"]["request_id"]
+    return request_id
+
+
+def answer_id(request_id: str, route: str) -> str:
+    """Return the `id` of an answer's body: the request's id with the route's prefix."""
+    return request_id.replace("req-", ANSWER_PREFIXES.get(route, "req-"), 1)
