@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvreclaim.engine.execute.runner import PagedKVBatch
-from kvreclaim.memory.windows.window import Place
+from kvreclaim.memory.windows import Place
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.ops.kv_cache import KVCache

@@ -10,7 +10,7 @@ from breaking import GREEDY, MANY, POISON, SAMPLED, answers, asked, run
 from settings import assert_idle, small
 
 from kvreclaim import SamplingParams
-from kvreclaim.engine.sampling import processors
+from kvreclaim.engine.sampling import sampler
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 
@@ -19,14 +19,14 @@ def test_a_sampler_that_fails_for_one_draws_the_same_for_others(make_llm, monkey
     llm = make_llm()
     expected = answers(run(llm, good))
 
-    class Broken(processors.LogitsProcessor):
+    class Broken(sampler.LogitsProcessor):
         def applies(self, row):
             return row.params.repetition_penalty == 1.25
 
         def apply(self, logits, places, rows):
             raise RuntimeError("boom")
 
-    monkeypatch.setattr(processors, "PROCESSORS", (*processors.PROCESSORS, Broken()))
+    monkeypatch.setattr(sampler, "PROCESSORS", (*sampler.PROCESSORS, Broken()))
     bad = SamplingParams(repetition_penalty=1.25, seed=9, max_tokens=5)
     outputs = run(llm, [good[0], ([1, 2, 3], bad, None), *good[1:]])
     assert outputs[1].error == "RuntimeError: boom"

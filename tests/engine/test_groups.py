@@ -15,7 +15,7 @@ from test_uneven import tokens
 from kvreclaim import LLM, BeamSearchParams, SamplingParams
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.memory.windows.window import ChunkedWindow, Window
+from kvreclaim.memory.windows import ChunkedWindow, Window
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 GROUPED = tiny.GROUPED

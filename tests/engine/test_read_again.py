@@ -9,7 +9,7 @@ from recording import Recorder, register
 from settings import assert_idle, small
 
 from kvreclaim import SamplingParams
-from kvreclaim.engine.signals import extra_passes
+from kvreclaim.engine.signals import signals
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model import capture
 
@@ -88,7 +88,7 @@ def test_repetitions_go_on_from_the_states_at_the_prompts_end_and_leave_them(
 ):
     llm = make_llm(family, max_num_batched_tokens=32)
     store, slots = llm.engine.states.store, llm.engine.memory.recurrent.sizes.num_slots
-    read_again, changed = extra_passes.read_again, []
+    read_again, changed = signals.read_again, []
 
     def watched(*args):
         before = [one for slot in range(slots) for one in store.save(slot)]
@@ -97,7 +97,7 @@ def test_repetitions_go_on_from_the_states_at_the_prompts_end_and_leave_them(
         changed.append(not all(map(torch.equal, before, after)))
         return found
 
-    monkeypatch.setattr(extra_passes, "read_again", watched)
+    monkeypatch.setattr(signals, "read_again", watched)
     (prompt,) = tiny.prompts((110,), seed=6)
     (out,) = llm.generate([prompt], GREEDY, config())
     assert (out.error, out.metrics.compactions, changed) == (None, 1, [False])

@@ -12,7 +12,7 @@ import torch
 from settings import assert_idle, small
 
 from kvreclaim import LLM, SamplingParams
-from kvreclaim.engine.sampling.processors import word_ids
+from kvreclaim.engine.sampling.sampler import word_ids
 from kvreclaim.errors import InvalidArgumentError
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}

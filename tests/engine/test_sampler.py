@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvreclaim.engine.sampling.logprobs import Logprob
-from kvreclaim.engine.sampling.processors import SampleRow, completing
-from kvreclaim.engine.sampling.sampler import SIZES, _sample, gumbel
+from kvreclaim.engine.sampling.sampler import SIZES, SampleRow, _sample, completing, gumbel
 from kvreclaim.ops.formats.hadamard import _splitmix64
 from kvreclaim.sampling_params import SamplingParams
 

@@ -11,7 +11,7 @@ import tiny
 import torch
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
-from kvreclaim.engine.speculative.ngram import Seen, propose
+from kvreclaim.engine.speculative.drafter import Seen, propose
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.demo_tasks import documents
 

@@ -12,7 +12,7 @@ import torch
 from settings import assert_idle
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams, StructuredOutputsParams
-from kvreclaim.engine.sampling.processors import SampleRow
+from kvreclaim.engine.sampling.sampler import SampleRow
 from kvreclaim.errors import InvalidArgumentError
 
 SCHEMA = {

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvreclaim.memory.free_queue import FreeQueue
+from kvreclaim.memory.eviction.lru import FreeQueue
 
 
 def test_refuses_what_would_break_the_ring():

@@ -9,7 +9,7 @@ import pytest
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.groups.window import TURN_TOKENS
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.windows.window import ChunkedWindow, Window
+from kvreclaim.memory.windows import ChunkedWindow, Window
 
 SIZE = 2
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Ernie4_5Config
 
 from kvreclaim.model.attention import AttentionCall
-from kvreclaim.model.decoder import NativeLayer, NativeModel
+from kvreclaim.model.decoder import use_native_model
 from kvreclaim.model.fast_layers import use_fast_layers
 from kvreclaim.model.inputs import inputs_handed_out
 from kvreclaim.model.loader import LoadedModel, load_model
-from kvreclaim.model.native_model import use_native_model
+from kvreclaim.model.native_modules import NativeLayer, NativeModel
 from kvreclaim.ops import extension
 from kvreclaim.ops.native.linear import max_rows
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model import loader
 from kvreclaim.model.loader import load_model
-from kvreclaim.model.quantized import gguf_file, packing, source
+from kvreclaim.model.quantized import build, gguf_file, source
 from kvreclaim.model.quantized.copy_file import copy_path
 from kvreclaim.ops import extension
 from kvreclaim.ops.packed import PackedMatrix
@@ -142,8 +142,8 @@ def test_a_tokenizer_that_fails_leaves_nothing(file: Path, monkeypatch) -> None:
 
 def shown(file: Path, monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO, after_s: float) -> str:
     """What a start writes to stderr, if every step were long enough to be shown."""
-    monkeypatch.setattr(packing, "SHOWN_AFTER_S", after_s)
-    monkeypatch.setattr(packing, "tqdm", partial(tqdm, mininterval=0, miniters=1))
+    monkeypatch.setattr(build, "SHOWN_AFTER_S", after_s)
+    monkeypatch.setattr(build, "tqdm", partial(tqdm, mininterval=0, miniters=1))
     monkeypatch.setattr(sys, "stderr", stderr)
     load_model(file)
     return stderr.getvalue()

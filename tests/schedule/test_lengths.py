@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvreclaim.memory.windows.window import Window
+from kvreclaim.memory.windows import Window
 from kvreclaim.schedule import EvictionMethod, Footprint
 from kvreclaim.schedule.budget.footprint import excess_slots, longest_sequence
 

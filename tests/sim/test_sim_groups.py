@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from window_groups import CONTEXTS, SHAPES, GroupsPlan, held_bytes, hit_rows
 
-from kvreclaim.memory.windows.window import ChunkedWindow, Place, Window, grouping
+from kvreclaim.memory.windows import ChunkedWindow, Place, Window, grouping
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any, Final
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.groups.window import WindowGroup, WindowTable
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.windows.window import ChunkedWindow, Window, grouping
+from kvreclaim.memory.windows import ChunkedWindow, Window, grouping
 
 Row = dict[str, Any]
 SIZE: Final = 16

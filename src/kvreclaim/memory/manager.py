@@ -21,18 +21,10 @@ from kvreclaim.memory.groups.window import WindowGroup
 from kvreclaim.memory.offload import OffloadSlots
 from kvreclaim.memory.pins import Retention
 from kvreclaim.memory.pool import BlockPool
-from kvreclaim.memory.prefix.index import (
-    NUM_REMEMBERED,
-    BlockHash,
-    BlockKeys,
-    Entry,
-    HashFunction,
-    PrefixIndex,
-    sha256,
-)
+from kvreclaim.memory.prefix.index import BlockHash, BlockKeys, Entry, HashFunction, PrefixIndex, sha256
 from kvreclaim.memory.prefix_cache import PrefixCache, PrefixMatch
 from kvreclaim.memory.stats import MemoryStats, memory_stats
-from kvreclaim.memory.windows.window import Window
+from kvreclaim.memory.windows import Window
 
 
 class MemoryManager:
@@ -83,7 +75,7 @@ class MemoryManager:
         self.block_size = block_size
         self.pool = BlockPool(
             num_blocks,
-            PrefixIndex(max(1, min(num_blocks, NUM_REMEMBERED))),
+            PrefixIndex(num_blocks),
             order=eviction_policy,
             max_pinned=int(max_pinned_fraction * num_blocks),
             residency_sample=residency_sample,

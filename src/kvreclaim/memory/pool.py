@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import CACHED, INDEXED, PINNED, SAMPLED, WINDOW
 from kvreclaim.memory.eviction.base import EvictionOrder
-from kvreclaim.memory.eviction.lru import LRU
-from kvreclaim.memory.free_queue import FreeQueue
+from kvreclaim.memory.eviction.lru import LRU, FreeQueue
 from kvreclaim.memory.pins import Pins
 from kvreclaim.memory.prefix.index import BlockKey, Entry, Link, PrefixIndex
 from kvreclaim.memory.residency import Residency
-from kvreclaim.memory.windows.index import Row, RowKey, WindowIndex
+from kvreclaim.memory.windows import Row, RowKey, WindowIndex
 
 
 class BlockPool:

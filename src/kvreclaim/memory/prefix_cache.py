@@ -9,7 +9,7 @@ from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.pins import Retention, ttls
 from kvreclaim.memory.pool import BlockPool
 from kvreclaim.memory.prefix.index import INELIGIBLE, MISS_REASONS, SUB_BLOCK, BlockKeys, Entry, Link
-from kvreclaim.memory.windows.index import Row
+from kvreclaim.memory.windows import Row
 
 
 @dataclass(frozen=True, slots=True)

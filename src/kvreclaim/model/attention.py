@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -139,7 +140,7 @@ def paged_attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, Dv];
-    layer_input [1, T, M]; query_scale [1, T] fp32 (model/attn_temperature.py)."""
+    layer_input [1, T, M]; query_scale [1, T] fp32 (model/attention.py)."""
     if kv_batch is None:
         raise UnsupportedModelError(
             f"{type(module).__name__} does not hand keyword arguments down to its attention function, "
@@ -182,3 +183,26 @@ def register_attention() -> None:
     No mask function is registered, so transformers builds no masks; they follow from the batch.
     """
     AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
+
+
+def use_token_positions(model: nn.Module) -> None:
+    """Let the attention function scale what such layers would have scaled themselves; only the instances
+    change. Source: arXiv 2501.19399; transformers, modeling_llama4.py."""
+    for layer in model.modules():
+        attention: Any = getattr(layer, "self_attn", None)
+        if getattr(attention, "attn_temperature_tuning", False) and not getattr(attention, "use_rope", True):
+            attention.attn_temperature_tuning = False
+            layer.register_forward_pre_hook(partial(_with_scale, attention), with_kwargs=True)
+
+
+def scales(positions: Tensor, floor_scale: float, attn_scale: float) -> Tensor:
+    """fp32, of the shape of positions: what queries are multiplied with."""
+    return torch.log1p(torch.floor((positions.float() + 1.0) / floor_scale)) * attn_scale + 1.0
+
+
+def _with_scale(
+    attention: Any, _: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Keyword arguments go down to the attention function."""
+    found = scales(kwargs["position_ids"], attention.floor_scale, attention.attn_scale)
+    return args, {**kwargs, "query_scale": found}

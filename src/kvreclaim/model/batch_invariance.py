@@ -10,8 +10,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.model.decoder import NativeModel
-from kvreclaim.model.native_modules import NativeLinear, NativeNorm
+from kvreclaim.model.native_modules import NativeLinear, NativeModel, NativeNorm
 from kvreclaim.model.quantized.layers import PackedLinear
 
 

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvreclaim.model.decoder import NativeLayer, agree
+from kvreclaim.model.decoder import agree
 from kvreclaim.model.fused_experts import FusedExperts, FusedRouter
 from kvreclaim.model.native_mlp import NativeMlp
+from kvreclaim.model.native_modules import NativeLayer
 
 TRIAL_ROWS = 5
 

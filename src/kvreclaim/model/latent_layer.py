@@ -15,18 +15,10 @@ import torch
 from torch import Tensor
 
 from kvreclaim.model.attention import AttentionCall, LatentCall
-from kvreclaim.model.decoder import (
-    NativeLayer,
-    are_alike,
-    best_of,
-    gate_of,
-    joined,
-    mlp_parts,
-    norm_of,
-    single,
-)
+from kvreclaim.model.decoder import are_alike, best_of, gate_of, joined, mlp_parts, norm_of, single
 from kvreclaim.model.latent import up_projection
 from kvreclaim.model.layer_trial import LayerTrial
+from kvreclaim.model.native_modules import NativeLayer
 from kvreclaim.ops.layer_parts import Heads, LatentHeads, LayerForm
 
 

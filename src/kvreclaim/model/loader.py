@@ -21,9 +21,9 @@ from transformers.utils import logging as transformers_logging
 
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError, printable
 from kvreclaim.hub import hub_options
-from kvreclaim.model.attention import ATTENTION_NAME, register_attention
-from kvreclaim.model.attn_temperature import use_token_positions
+from kvreclaim.model.attention import ATTENTION_NAME, register_attention, use_token_positions
 from kvreclaim.model.config_fields import measured_fields
+from kvreclaim.model.decoder import use_native_model
 from kvreclaim.model.ends import directory_ends, gguf_ends
 from kvreclaim.model.fast_layers import use_fast_layers
 from kvreclaim.model.fused_experts import use_fused_experts
@@ -31,7 +31,6 @@ from kvreclaim.model.fused_moe import use_fused_moes
 from kvreclaim.model.latent import use_latent_cache
 from kvreclaim.model.native_mixers import use_native_mixers
 from kvreclaim.model.native_mlp import use_fast_mlps
-from kvreclaim.model.native_model import use_native_model
 from kvreclaim.model.native_modules import use_fast_linears, use_fast_norms
 from kvreclaim.model.overrides import overridden
 from kvreclaim.model.probe import positions_of, probe

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvreclaim.model.decoder import NativeLayer, agree, is_taken, joined, single, weight_dtype
+from kvreclaim.model.decoder import agree, is_taken, joined, single, weight_dtype
 from kvreclaim.model.layer_trial import is_linear
+from kvreclaim.model.native_modules import NativeLayer
 from kvreclaim.model.quantized.layers import PackedLinear
 from kvreclaim.ops.native import decoder as native_layers
 

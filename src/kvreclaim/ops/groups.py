@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from kvreclaim.checks import require
 from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
-from kvreclaim.memory.windows.window import ChunkedWindow, Place, Window, grouping
+from kvreclaim.memory.windows import ChunkedWindow, Place, Window, grouping
 from kvreclaim.ops.backend import Backend, Choice, Need
 from kvreclaim.ops.facts import ModelFacts, Softmax
 from kvreclaim.ops.formats import kv_format

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.kv_bytes import KVBytes
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.memory.windows.window import ChunkedWindow, Window
+from kvreclaim.memory.windows import ChunkedWindow, Window
 
 STATE_BITS = 32
 """Bits of a number that a recurrent layer sums up, whatever the model's dtype."""

@@ -11,8 +11,7 @@ from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.kv_memory import KVMemory
 from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.schedule.fair_share import FairShare
-from kvreclaim.schedule.in_flight import InFlight
-from kvreclaim.schedule.in_flight_states import InFlightStates
+from kvreclaim.schedule.in_flight import InFlight, InFlightStates
 from kvreclaim.schedule.preemption import Preemptor
 from kvreclaim.schedule.queue import Seq
 from kvreclaim.schedule.sequence import ScheduledSequence, Status
@@ -133,7 +132,8 @@ class Admission(Generic[Seq]):
     def all(self, step: StepPlanBuilder[Seq]) -> None:
         """Start waiting sequences in turn while there are blocks, seats and tokens for them."""
         state = self.state
-        self.in_flight.begin_step()
+        if self.in_flight.num_waiting:
+            self.in_flight.begin_step()
         if not state.waiting.tenants:
             return
         if state.waiting.order is not None and step.shares is None and self._num_seats_left <= 0:
@@ -147,7 +147,8 @@ class Admission(Generic[Seq]):
                 step.deferred.add(seq.seq_id)
                 continue
             try:
-                if self.in_flight.must_wait(seq):
+                may_wait = seq.awaits is not None or bool(state.running)
+                if may_wait and self.in_flight.must_wait(seq):
                     step.deferred.add(seq.seq_id)
                 elif not step.token_budget(seq):
                     step.skipped.add(seq.tenant)
@@ -230,7 +231,8 @@ class Admission(Generic[Seq]):
         else:
             state.memory.admit(seq.seq_id, match, priority=seq.priority)
             seq.num_computed, seq.stops = match.num_tokens, state.memory.stops(seq.seq_id)
-            self.in_flight.begun(seq)
+            if state.memory.recurrent is not None:
+                self.in_flight.begun(seq)
         num_loaded = len(match.lower) * state.memory.block_size
         self._begin(seq, Admitted(seq.seq_id, match.num_tokens, num_loaded, parked), step)
         return True

@@ -17,11 +17,10 @@ from triton_pair import DEVICE
 
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.engine.execute.graphs import DecodeGraphs, GraphKind
-from kvreclaim.model.decoder import NativeLayer
 from kvreclaim.model.fast_layers import use_fast_layers
 from kvreclaim.model.inputs import inputs_handed_out
 from kvreclaim.model.loader import LoadedModel, load_model
-from kvreclaim.model.native_modules import use_fast_norms
+from kvreclaim.model.native_modules import NativeLayer, use_fast_norms
 from kvreclaim.ops.triton import decoder
 from kvreclaim.ops.triton.support import is_interpreted
 

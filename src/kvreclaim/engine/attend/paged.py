@@ -9,7 +9,7 @@ from torch import Tensor
 from kvreclaim.engine.attend.latent import latent_parts
 from kvreclaim.engine.attend.parts import AttentionPart, attend_all
 from kvreclaim.engine.signals.observer import Observer
-from kvreclaim.memory.windows.window import Place
+from kvreclaim.memory.windows import Place
 from kvreclaim.model.attention import AttentionCall, LatentCall
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvreclaim.engine.attend.paged import PagedKVBatch
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.memory.windows.window import Place
+from kvreclaim.memory.windows import Place
 from kvreclaim.model.attention import AttentionCall, LatentCall
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots

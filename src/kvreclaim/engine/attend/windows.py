@@ -9,7 +9,7 @@ import torch
 
 from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.memory.manager import MemoryManager
-from kvreclaim.memory.windows.window import ChunkedWindow, Window
+from kvreclaim.memory.windows import ChunkedWindow, Window
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.groups import LayerGroups
 

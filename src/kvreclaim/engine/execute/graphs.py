@@ -23,7 +23,7 @@ from kvreclaim.engine.execute.graph_buffers import (
     TableRows,
 )
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.memory.windows.window import Place
+from kvreclaim.memory.windows import Place
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.cell_tables import CellTable

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from kvreclaim.engine.extension import Extension
 from kvreclaim.engine.offload.disk import WAIT_S, Disk
+from kvreclaim.engine.offload.image import Parking
 from kvreclaim.engine.offload.moves import Moves
-from kvreclaim.engine.offload.parking import Parking
 from kvreclaim.engine.offload.prefixes import Prefixes
 from kvreclaim.engine.offload.states import OffloadedStates
 from kvreclaim.engine.offload.stats import DiskStateStats, DiskStats, HostStateStats, SlotStats, TierStats

@@ -11,10 +11,9 @@ import torch
 
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.offload.disk import CLOSE_S, share_bytes, size_bytes
-from kvreclaim.engine.offload.image import Image, image_of
+from kvreclaim.engine.offload.image import Image, Parking, image_of
 from kvreclaim.engine.offload.image_record import UnfitError, image_from, key_facts, record_of
 from kvreclaim.engine.offload.moves import Moves
-from kvreclaim.engine.offload.parking import Parking
 from kvreclaim.engine.offload.snapshot_state import SnapshotStore
 from kvreclaim.engine.offload.stats import PrefixStats
 from kvreclaim.engine.request.request import Sequence

@@ -11,9 +11,8 @@ from typing import Protocol
 from torch import Tensor
 
 from kvreclaim.engine.extension import Extension
-from kvreclaim.engine.offload.image import Image
+from kvreclaim.engine.offload.image import Image, Parking
 from kvreclaim.engine.offload.moves import Moves
-from kvreclaim.engine.offload.parking import Parking
 from kvreclaim.engine.offload.states import StateCopies
 from kvreclaim.engine.request.compression_state import CompressionState
 from kvreclaim.engine.request.request import Request, Sequence

@@ -29,7 +29,7 @@ from kvreclaim.engine.request.verify import Verify
 from kvreclaim.engine.sampling.beam_search import BeamSearch, Hypothesis
 from kvreclaim.engine.sampling.detokenizer import Detokenizer
 from kvreclaim.engine.sampling.logprobs import Logprob, PromptLogprobs
-from kvreclaim.engine.sampling.processors import SampleRow, completing
+from kvreclaim.engine.sampling.sampler import SampleRow, completing
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.sampling_params import SamplingParams

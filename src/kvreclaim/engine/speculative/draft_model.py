@@ -1,4 +1,5 @@
-"""Drafts by a smaller model with the same tokenizer, over a cache of its own."""
+"""Drafts by a smaller model with the same tokenizer, over a cache of its own; the drafter that a config
+names."""
 
 from __future__ import annotations
 
@@ -8,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvreclaim import speculation
+from kvreclaim.config import EngineConfig
 from kvreclaim.engine.request.request import Sequence
 from kvreclaim.engine.sampling.sampler import draw
 from kvreclaim.engine.speculative.draft_cache import DraftCache
-from kvreclaim.engine.speculative.drafter import Drafter
+from kvreclaim.engine.speculative.drafter import Drafter, NgramDrafter
 from kvreclaim.engine.speculative.load import DraftModel
 from kvreclaim.model.loader import LoadedModel
 
@@ -102,3 +105,15 @@ class DraftModelDrafter(Drafter):
         return (
             pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits[:, : self._vocab_size]
         )
+
+
+def make_drafter(config: EngineConfig, target: LoadedModel, draft: DraftModel | None) -> Drafter | None:
+    """Return the drafter; None without speculation. draft: the result of load_draft for this config"""
+    settings = speculation.from_json(config.speculative_config)
+    if settings is None:
+        return None
+    if settings.model is not None:
+        assert draft is not None, "load_draft loads it"
+        return DraftModelDrafter(settings.num_speculative_tokens, target=target, draft=draft)
+    least, most = settings.prompt_lookup_min, settings.prompt_lookup_max
+    return NgramDrafter(settings.num_speculative_tokens, least=least, most=most)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from kvreclaim.compression.config import StatsSource
 from kvreclaim.compression.stats import QueryStats
@@ -24,7 +27,6 @@ from kvreclaim.engine.request.outputs import EngineTotals
 from kvreclaim.engine.request.request import Sequence as Seq
 from kvreclaim.engine.request.sizing import make_memory, state_slots
 from kvreclaim.engine.signals.signals import Signals
-from kvreclaim.engine.step.full_cache import full_cache, streamed_layers
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.offload.plan.tiered_offload import TieredOffload
@@ -35,10 +37,40 @@ from kvreclaim.ops.formats import KVFormat, kv_format, plain_format
 from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.states import StateStore
-from kvreclaim.ops.streamed import StreamedLayers
+from kvreclaim.ops.streamed import StreamedLayers, host_cache
 from kvreclaim.schedule import Scheduler
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel
 from kvreclaim.schedule.rates import Rates
+
+logger = logging.getLogger(__name__)
+
+
+def admitting(config: EngineConfig, num_blocks: int) -> EngineConfig:
+    """The limits of a request: num_blocks of them is what full caches have."""
+    return replace(config, num_blocks=num_blocks) if config.full_cache_host_size else config
+
+
+def full_cache(
+    config: EngineConfig, groups: LayerGroups, backend: Backend, form: KVFormat, like: Tensor, num_blocks: int
+) -> KVCache:
+    """A cache of so many blocks in host memory."""
+    layers = groups.facts.layers
+    cache = host_cache(backend, layers, num_blocks, config.block_size, like=like, kv_format=form)
+    num_bytes = num_blocks * cache.bytes_per_block
+    logger.info("full cache in host memory: %d blocks, %.2f GiB", num_blocks, num_bytes / 2**30)
+    return cache
+
+
+def streamed_layers(
+    cache: KVCache, groups: LayerGroups, backend: Backend, like: Tensor, totals: EngineTotals
+) -> StreamedLayers:
+    """Brings the layers of a cache in host memory to the device of `like`; bytes are counted in totals."""
+    layers, form, size = groups.facts.layers, cache.format, cache.block_size
+
+    def allocate(num_blocks: int) -> KVCache:
+        return backend.allocate(layers[:1], num_blocks, size, like=like, kv_format=form)
+
+    return StreamedLayers(backend, cache, allocate, groups.layers(cache, backend), totals)
 
 
 def stored_facts(

@@ -31,13 +31,15 @@ from kvreclaim.engine.request.outputs import EngineTotals, StepStats
 from kvreclaim.engine.request.request import Request
 from kvreclaim.engine.request.request import Sequence as Seq
 from kvreclaim.engine.request.spec import RequestSpec, footprint_of
+from kvreclaim.engine.request.verify import divided
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.engine.speculative.companion_copier import CompanionCache, CompanionCopier
 from kvreclaim.engine.speculative.companion_tracker import CompanionTracker
+from kvreclaim.engine.speculative.draft_model import make_drafter
 from kvreclaim.engine.speculative.load import DraftModel
-from kvreclaim.engine.speculative.make import make_drafter
 from kvreclaim.engine.speculative.verifier import Verifier
 from kvreclaim.engine.step.assembly import (
+    admitting,
     chosen_backend,
     describe,
     keeps_snapshots_on_disk,
@@ -53,10 +55,8 @@ from kvreclaim.engine.step.assembly import (
     stored_facts,
 )
 from kvreclaim.engine.step.executor import StepExecutor
-from kvreclaim.engine.step.full_cache import admitting
 from kvreclaim.engine.step.output_processor import OutputProcessor
 from kvreclaim.engine.step.request_factory import RequestFactory, bounded_by_pool, engine_features
-from kvreclaim.engine.step.verified import divided
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.groups import layer_groups

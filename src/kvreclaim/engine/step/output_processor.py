@@ -17,8 +17,7 @@ from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
 from kvreclaim.engine.request.outputs import FinishReason
 from kvreclaim.engine.request.request import Beams, Request, Scheduled, Sequence
 from kvreclaim.engine.sampling.logprobs import report_prompt
-from kvreclaim.engine.sampling.processors import SampleRow, follow
-from kvreclaim.engine.sampling.sampler import SampledToken, draw
+from kvreclaim.engine.sampling.sampler import SampledToken, SampleRow, draw, follow
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.schedule import Pass

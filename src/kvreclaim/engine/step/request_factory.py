@@ -15,10 +15,9 @@ from kvreclaim.engine.compact.recalls import Recalls
 from kvreclaim.engine.feature import RequestDraft, RequestFeature
 from kvreclaim.engine.request.request import Request, Scores
 from kvreclaim.engine.request.spec import RequestSpec, footprint_of
-from kvreclaim.engine.request.verify import Verify
-from kvreclaim.engine.sampling.processors import word_ids
+from kvreclaim.engine.request.verify import Verify, divided, verify_of
+from kvreclaim.engine.sampling.sampler import word_ids
 from kvreclaim.engine.signals.signals import Signals
-from kvreclaim.engine.step.verified import divided, verify_of
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.formats import KVFormat

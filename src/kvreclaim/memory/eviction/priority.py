@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from kvreclaim.memory.block_heap import BlockHeap
 from kvreclaim.memory.eviction.base import EvictionOrder
-from kvreclaim.memory.free_queue import FreeQueue
+from kvreclaim.memory.eviction.lru import FreeQueue
 
 
 class Priority(EvictionOrder):

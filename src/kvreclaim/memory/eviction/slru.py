@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from kvreclaim.memory.eviction.base import EvictionOrder
-from kvreclaim.memory.free_queue import FreeQueue
+from kvreclaim.memory.eviction.lru import FreeQueue
 
 PROTECTED_FRACTION = 0.2
 

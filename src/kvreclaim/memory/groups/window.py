@@ -12,8 +12,7 @@ from kvreclaim.memory.groups.group import GroupManager
 from kvreclaim.memory.pool import BlockPool
 from kvreclaim.memory.prefix.index import WINDOW, Entry
 from kvreclaim.memory.prefix_cache import PrefixMatch
-from kvreclaim.memory.windows.index import Row, RowKey
-from kvreclaim.memory.windows.window import Window
+from kvreclaim.memory.windows import Row, RowKey, Window
 
 TURN_TOKENS = 2048
 """A tail that an earlier turn has left stays worth keeping if the next one ends so many tokens later."""

@@ -210,7 +210,7 @@ class PrefixIndex:
     """
 
     def __init__(self, remembered: int = NUM_REMEMBERED) -> None:
-        self.remembered = remembered
+        self.remembered = max(1, min(remembered, NUM_REMEMBERED))
         self._serials = count()
         self._root_serial = next(self._serials)
         self._by_digest: dict[bytes, Entry] = {}

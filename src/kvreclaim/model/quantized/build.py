@@ -1,24 +1,64 @@
-"""A transformers model without memory, filled with packed and plain weights one by one."""
+"""A transformers model without memory, filled with packed and plain weights one by one, by threads that
+show a progress bar."""
 
 from __future__ import annotations
 
 import copy
 import ctypes
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError, reason_of
 from kvreclaim.model.attention import ATTENTION_NAME
 from kvreclaim.model.quantized.layers import PackedEmbedding, PackedLinear
-from kvreclaim.model.quantized.packing import packing
 from kvreclaim.model.quantized.products import Products
 from kvreclaim.model.quantized.source import WeightSource
-from kvreclaim.ops.packed import PackedMatrix
+from kvreclaim.ops.packed import Each, PackedMatrix
+
+MOST_THREADS = 4
+"""Bounds memory: each thread holds a piece of an unpacked matrix, some MB."""
+SHOWN_AFTER_S = 1.0
+_one_at_a_time = Lock()
+"""Serialises loads: torch's thread count is global, so a second load would inherit the first one's count."""
+
+
+@contextmanager
+def packing(num_weights: int) -> Iterator[tuple[Each, Callable[[int], object]]]:
+    """Start as many threads as torch has, at most MOST_THREADS, to pack num_weights in all.
+
+    Yields: a map over the threads, and a callback for the number of finished weights. On a terminal, a
+        progress bar appears after SHOWN_AFTER_S.
+    """
+    with _one_at_a_time:
+        yield from _packing(num_weights)
+
+
+def _packing(num_weights: int) -> Iterator[tuple[Each, Callable[[int], object]]]:
+    threads = torch.get_num_threads()
+    bar = tqdm(
+        total=num_weights,
+        desc="Packing weights",
+        bar_format="{desc} {percentage:3.0f} %",
+        delay=SHOWN_AFTER_S,
+        disable=None,  # shown only on a terminal
+        leave=False,
+    )
+    torch.set_num_threads(1)  # inherited by the pool's threads
+    try:
+        with bar, ThreadPoolExecutor(min(threads, MOST_THREADS), "kvreclaim-packing") as pool:
+            yield pool.map, bar.update
+    finally:
+        torch.set_num_threads(threads)
 
 
 def build(

@@ -7,7 +7,7 @@ from collections import Counter
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.memory.eviction import make_order
 from kvreclaim.memory.pool import BlockPool
-from kvreclaim.memory.prefix.index import NUM_REMEMBERED, BlockKeys, Entry, Link, PrefixIndex, root_uid
+from kvreclaim.memory.prefix.index import BlockKeys, Entry, Link, PrefixIndex, root_uid
 
 
 class Tier:
@@ -25,7 +25,7 @@ class Tier:
 
     def __init__(self, num_slots: int, eviction_policy: str, *, hides_salts: bool = False) -> None:
         order = make_order(eviction_policy, num_slots)
-        self.pool = BlockPool(num_slots, PrefixIndex(min(num_slots, NUM_REMEMBERED)), order=order)
+        self.pool = BlockPool(num_slots, PrefixIndex(num_slots), order=order)
         self.followed: dict[int, list[Entry]] = {}
         """The entries that a running sequence references, in the order of its blocks."""
         self._hides_salts = hides_salts

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.memory.windows.window import Window
+from kvreclaim.memory.windows import Window
 from kvreclaim.schedule.budget.account import EvictionCounters
 from kvreclaim.schedule.budget.drops import Drops
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod

@@ -19,9 +19,8 @@ from kvreclaim.engine.offload.session import SessionInfo
 from kvreclaim.engine.serving.core import EngineCore
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.base.errors import ENGINE_FIELDS, ApiError, OpenAIError
-from kvreclaim.server.base.fields import MAX_INT32, Listed, PolicyOrSettings
+from kvreclaim.server.base.fields import MAX_INT32, Listed, PolicyOrSettings, Responses
 from kvreclaim.server.base.identity import Tenant
-from kvreclaim.server.base.usage import Responses
 from kvreclaim.server.openai.messages import ConversationOptions, Messages, render, system_counter
 from kvreclaim.server.openai.schemas import ERRORS
 from kvreclaim.server.shared.bodies import BodyRoute

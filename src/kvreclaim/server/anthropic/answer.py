@@ -16,8 +16,8 @@ from kvreclaim.parsers.formats import Splitter
 from kvreclaim.parsers.pieces import Piece
 from kvreclaim.server.anthropic.content import BlockEvents, content_blocks, stop_of
 from kvreclaim.server.anthropic.fields import TTL_S, MessageRequest
+from kvreclaim.server.base.fields import kv_cache_usage, reasoning_tokens
 from kvreclaim.server.base.identity import answer_id
-from kvreclaim.server.base.usage import kv_cache_usage, reasoning_tokens
 from kvreclaim.server.base.vocabulary import Continuation
 from kvreclaim.server.http.events import event
 from kvreclaim.server.shared.calls import format_of, is_structured_only

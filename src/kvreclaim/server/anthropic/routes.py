@@ -16,9 +16,8 @@ from kvreclaim.server.anthropic.answer import AnthropicResponse
 from kvreclaim.server.anthropic.fields import ConversationFields, MessageRequest
 from kvreclaim.server.anthropic.prompt import Rendered, check_size, render
 from kvreclaim.server.base.errors import AnthropicError
-from kvreclaim.server.base.fields import http_options
+from kvreclaim.server.base.fields import KVCacheUsage, ResponseSchema, errors_of, http_options, streamed_body
 from kvreclaim.server.base.identity import Tenant, request_id_of
-from kvreclaim.server.base.usage import KVCacheUsage, ResponseSchema, errors_of, streamed_body
 from kvreclaim.server.http.events import answer_json, stream_events
 from kvreclaim.server.shared.bodies import SHARED, BodyRoute, check_priority, sampling_of
 from kvreclaim.server.shared.calls import (

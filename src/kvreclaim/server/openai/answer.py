@@ -19,8 +19,8 @@ from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.client import RequestStream
 from kvreclaim.engine.serving.core import OutputDelta, Update
+from kvreclaim.server.base.fields import token_usage, usage_of
 from kvreclaim.server.base.identity import answer_id
-from kvreclaim.server.base.usage import token_usage, usage_of
 from kvreclaim.server.base.vocabulary import TokenPlaces
 from kvreclaim.server.http.events import PIECE, answer_json, event, json_of, stream_events
 from kvreclaim.server.openai.logprobs import prompt_logprobs

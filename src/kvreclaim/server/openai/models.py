@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from pydantic import Field
 
-from kvreclaim.server.base.usage import Responses, ResponseSchema
+from kvreclaim.server.base.fields import Responses, ResponseSchema
 from kvreclaim.server.openai.schemas import ERRORS
 from kvreclaim.server.shared.service import Service, ServiceDep
 

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 from kvreclaim.server.base.errors import OpenAIError
-from kvreclaim.server.base.usage import KVCacheUsage, Responses, ResponseSchema, errors_of, streamed_body
+from kvreclaim.server.base.fields import KVCacheUsage, Responses, ResponseSchema, errors_of, streamed_body
 
 
 class CachedByTier(ResponseSchema):

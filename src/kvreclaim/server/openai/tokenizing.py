@@ -9,9 +9,8 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from kvreclaim.server.base.errors import ApiError
-from kvreclaim.server.base.fields import Fields, Listed
+from kvreclaim.server.base.fields import Fields, Listed, Responses
 from kvreclaim.server.base.identity import Tenant
-from kvreclaim.server.base.usage import Responses
 from kvreclaim.server.openai.messages import ConversationOptions, Messages, render
 from kvreclaim.server.openai.schemas import ERRORS
 from kvreclaim.server.shared.bodies import BodyRoute

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.sampling_params import SamplingParams
-from kvreclaim.server.base.usage import reasoning_tokens, usage_of
+from kvreclaim.server.base.fields import reasoning_tokens, usage_of
 from kvreclaim.server.responses.fields import ResponsesRequest
 
 SHUT_DOWN = "the server shut down before the answer was complete; send the request again."

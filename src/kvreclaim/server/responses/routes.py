@@ -11,8 +11,8 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from kvreclaim.server.base.errors import ApiError
+from kvreclaim.server.base.fields import Responses, ResponseSchema, streamed_body
 from kvreclaim.server.base.identity import Tenant
-from kvreclaim.server.base.usage import Responses, ResponseSchema, streamed_body
 from kvreclaim.server.openai.chat import prompt_of
 from kvreclaim.server.openai.prompts import check_options
 from kvreclaim.server.openai.schemas import ERRORS

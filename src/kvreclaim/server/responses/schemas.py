@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from kvreclaim.server.base.usage import KVCacheUsage, ResponseSchema
+from kvreclaim.server.base.fields import KVCacheUsage, ResponseSchema
 from kvreclaim.server.openai.schemas import ChatTokenLogprob, CompletionTokensDetails, PromptTokensDetails
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
