@@ -7,9 +7,8 @@ import pytest
 from kvreclaim.compression.spec.recall import parse_recall
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.schedule.budget.account import EvictionCounters
-from kvreclaim.schedule.budget.check import check_blocks
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
-from kvreclaim.schedule.budget.footprint import Footprint
+from kvreclaim.schedule.budget.footprint import Footprint, check_blocks
 from kvreclaim.schedule.budget.recall import Recall
 
 

@@ -13,7 +13,7 @@ from kvreclaim import CompressionConfig, SamplingParams
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.native_modules import NativeLinear
 from kvreclaim.ops import native
-from kvreclaim.ops.native.linear import max_rows
+from kvreclaim.ops.native.decoder import max_rows
 
 PROMPTS = tiny.prompts((40, 90, 23), seed=8)
 TRACES = tiny.prompts((70, 50, 90), seed=9)

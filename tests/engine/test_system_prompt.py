@@ -11,8 +11,7 @@ from kvreclaim import CompressionConfig, SamplingParams
 from kvreclaim.compression.policies.surrogate import Surrogate
 from kvreclaim.engine.api.chat import num_system_tokens, render_chat
 from kvreclaim.model.loader import load_model
-from kvreclaim.schedule.budget.check import check_blocks
-from kvreclaim.schedule.budget.footprint import Footprint
+from kvreclaim.schedule.budget.footprint import Footprint, check_blocks
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SYSTEM = "never say the word of the day, which is kestrel"

@@ -21,7 +21,7 @@ from kvreclaim.model.inputs import inputs_handed_out
 from kvreclaim.model.loader import LoadedModel, load_model
 from kvreclaim.model.native_modules import NativeLayer, NativeModel
 from kvreclaim.ops import extension
-from kvreclaim.ops.native.linear import max_rows
+from kvreclaim.ops.native.decoder import max_rows
 
 pytestmark = pytest.mark.skipif(
     extension.unavailable_reason() is not None, reason="the native extension is not there"

@@ -11,7 +11,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForC
 
 from kvreclaim.model.native_modules import NativeLinear, use_fast_linears, use_fast_norms
 from kvreclaim.ops import extension
-from kvreclaim.ops.native.linear import has_norm_from_one
+from kvreclaim.ops.native.decoder import has_norm_from_one
 
 pytestmark = pytest.mark.skipif(
     extension.unavailable_reason() is not None, reason="the native extension is not there"

@@ -14,7 +14,7 @@ from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
 from kvreclaim.engine.request.request import Request
 from kvreclaim.engine.serving.served import ServedModel
 from kvreclaim.engine.step.engine import StepResult
-from kvreclaim.server.metrics import Metrics
+from kvreclaim.server.metrics.collector import Metrics
 from kvreclaim.server.metrics.observer import MetricsObserver
 
 STEP_S = 0.03

@@ -16,8 +16,7 @@ from running import Running, running_server
 from steering import until
 
 from kvreclaim import LLM
-from kvreclaim.server.http import connections
-from kvreclaim.server.http.connections import LINE_S, MAX_HEAD_BYTES, Refusals
+from kvreclaim.server.http.connections import LINE_S, MAX_HEAD_BYTES, Refusals, logger
 
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
 LONG = GET + b"a: " + b"x" * MAX_HEAD_BYTES + b"\r\n\r\n"
@@ -54,7 +53,7 @@ def test_what_never_becomes_a_request_is_counted_and_logged(server: Running, sen
         for _ in range(3):
             assert answer(server, sent).startswith(b"HTTP/1.1 %d " % status)
         assert counts(server) == {str(status): 3}
-        [line] = [line for line in log.lines if line["logger"] == connections.__name__]
+        [line] = [line for line in log.lines if line["logger"] == logger.name]
         assert (line["level"], line["message"]) == ("warning", f"a connection was refused: {status}")
         assert (line["status"], line["client"], line["unlogged"]) == (status, "127.0.0.1", 0)
         assert not [line for line in log.lines if line["logger"].startswith("uvicorn")]

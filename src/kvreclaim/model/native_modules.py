@@ -15,7 +15,7 @@ from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.inputs import hands_out_input
 from kvreclaim.ops.facts import Softmax
 from kvreclaim.ops.native import decoder as native_layers
-from kvreclaim.ops.native.linear import DTYPES, UNLIMITED, linear, max_rows
+from kvreclaim.ops.native.decoder import DTYPES, UNLIMITED, linear, max_rows
 
 EPS_NAMES = ("variance_epsilon", "eps")
 PROBE_SCALES = (1e-4, 1.0, 100.0)

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvreclaim.ops import extension
-from kvreclaim.ops.native import linear as linear_module
-from kvreclaim.ops.native.decoder import Norm, Projection
-from kvreclaim.ops.native.linear import exact_rows, linear, max_rows, own_rows, rms_norm
+from kvreclaim.ops.native import decoder as linear_module
+from kvreclaim.ops.native.decoder import Norm, Projection, exact_rows, linear, max_rows, own_rows, rms_norm
 
 # Half a step of rounding, and the error of an fp32 sum of K products of size 1.
 TOLERANCE = {torch.bfloat16: (2.0**-8, 2e-5), torch.float32: (1e-6, 2e-5)}

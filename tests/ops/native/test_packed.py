@@ -10,8 +10,7 @@ from random_rows import KINDS, random_rows
 from torch import Tensor
 
 from kvreclaim.ops import native
-from kvreclaim.ops.native.decoder import Norm, Projection
-from kvreclaim.ops.native.linear import ACTIVATIONS, packed_linear, rms_norm, unpack_rows
+from kvreclaim.ops.native.decoder import ACTIVATIONS, Norm, Projection, packed_linear, rms_norm, unpack_rows
 from kvreclaim.ops.packed import PackedMatrix
 from kvreclaim.weights.packed import CodeRule, PackedRows
 

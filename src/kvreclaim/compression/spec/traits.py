@@ -25,11 +25,11 @@ from kvreclaim.compression.spec.grammar import Spec, Value, parse_spec
 from kvreclaim.compression_settings import AUTO, CompressionSettings, parse_budget
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.options import settings_of
-from kvreclaim.schedule.budget.check import check_blocks
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 from kvreclaim.schedule.budget.footprint import (
     Footprint,
     budget_in_blocks,
+    check_blocks,
     share_in_blocks,
     sinks_in_blocks,
 )

@@ -32,7 +32,7 @@ from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.ops.kv_cache import KVCache
-from kvreclaim.ops.native.linear import UNLIMITED, exact_rows, max_rows
+from kvreclaim.ops.native.decoder import UNLIMITED, exact_rows, max_rows
 from kvreclaim.ops.streamed import StreamedLayers
 from kvreclaim.schedule import StepPlan
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod

@@ -12,7 +12,7 @@ from kvreclaim.compression_settings import BUDGETS
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.request.spec import footprint_of
 from kvreclaim.ops.groups import LayerGroups
-from kvreclaim.schedule.budget.check import check_blocks
+from kvreclaim.schedule.budget.footprint import check_blocks
 
 PROBABLE = (0.5, 0.9)
 """Bounds of the three classes of drafts by probability."""

@@ -24,8 +24,7 @@ from kvreclaim.ops.formats import KVFormat
 from kvreclaim.ops.groups import LayerGroups
 from kvreclaim.refusals import Feature, refuse
 from kvreclaim.sampling_params import SamplingParams
-from kvreclaim.schedule.budget.check import check_blocks
-from kvreclaim.schedule.budget.footprint import Footprint, excess_slots, longest_sequence
+from kvreclaim.schedule.budget.footprint import Footprint, check_blocks, excess_slots, longest_sequence
 
 logger = logging.getLogger(__name__)
 UNSEEDED = 1 << 40

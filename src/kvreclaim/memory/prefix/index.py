@@ -205,8 +205,8 @@ class PrefixIndex:
     for any hash function. An entry with an evicted parent can't be reached.
 
     Args:
-        remembered: most recent digests of evicted blocks that are remembered, at least this many and at
-                    most twice as many
+        remembered: most recent digests of evicted blocks that are remembered, 1 to NUM_REMEMBERED: at least
+                    this many and at most twice as many
     """
 
     def __init__(self, remembered: int = NUM_REMEMBERED) -> None:

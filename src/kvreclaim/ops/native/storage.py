@@ -21,7 +21,7 @@ from kvreclaim.ops.facts import CacheShape, LayerFacts
 from kvreclaim.ops.formats import KVFormat, plain_format
 from kvreclaim.ops.formats.hadamard import sign_tensor
 from kvreclaim.ops.kv_cache import KVCache, LayerCache, PagedTokens
-from kvreclaim.ops.native.linear import all_rows_are_exact
+from kvreclaim.ops.native.decoder import all_rows_are_exact
 
 LAYOUTS = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", "turboquant4", "int8+int4")
 """KV formats in the order of csrc's kCacheFormats."""

@@ -9,7 +9,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from kvreclaim.server.admin.logs import AccessLog
 from kvreclaim.server.base.errors import OpenAIError
-from kvreclaim.server.metrics import Metrics
+from kvreclaim.server.metrics.collector import Metrics
 from kvreclaim.server.shared.access import Watch, Watcher
 from kvreclaim.server.shared.service import Service, ServiceDep
 

@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from kvreclaim.server.base.config import ServerConfig
 from kvreclaim.server.base.errors import ApiError, error_body
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("kvreclaim.server.http.refusals")
 
 LINE_S = 10.0
 """Least seconds between two lines about the same status, so that clients cannot fill the log."""

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -15,7 +23,9 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from kvreclaim.engine.serving.client import EngineClient
 from kvreclaim.engine.serving.served import ServedModel
+from kvreclaim.errors import EngineDeadError
 from kvreclaim.server.metrics.catalogue import (
     COUNTERS,
     ENGINE_LABELS,
@@ -25,9 +35,12 @@ from kvreclaim.server.metrics.catalogue import (
     MetricKind,
     MetricSpec,
 )
-from kvreclaim.server.metrics.observer import Counted, Histogram
+from kvreclaim.server.metrics.observer import Counted, Histogram, count
 from kvreclaim.server.metrics.tiers import Values
 from kvreclaim.server.shared.access import HttpCounts
+
+PATIENCE_S = 2.0
+"""Longest wait for a step, in seconds; after that a scraper gets the previous counts."""
 
 
 class MetricsCollector(Collector):
@@ -54,8 +67,8 @@ class MetricsCollector(Collector):
         yield from (self._histogram(metric, histograms[metric.name]) for metric in HISTOGRAMS)
         for metric, found in zip(HTTP_COUNTERS, (self._http.by_class(), self._http.by_status), strict=True):
             family = CounterMetricFamily(metric.name, metric.meaning, labels=metric.labels)
-            for labels, count in found.items():
-                family.add_metric(labels, count)
+            for labels, number in found.items():
+                family.add_metric(labels, number)
             yield family
         yield InfoMetricFamily("vllm:cache_config", "The engine's configuration.", self._config)
 
@@ -71,8 +84,8 @@ class MetricsCollector(Collector):
     def _histogram(self, metric: MetricSpec, histogram: Histogram) -> Family:
         family = HistogramMetricFamily(metric.name, metric.meaning, labels=ENGINE_LABELS)
         bounds, buckets, seen = (*histogram.bounds, float("inf")), [], 0
-        for bound, count in zip(bounds, histogram.counts, strict=True):
-            seen += count
+        for bound, number in zip(bounds, histogram.counts, strict=True):
+            seen += number
             buckets.append((floatToGoString(bound), float(seen)))
         family.add_metric(self._labels, buckets, histogram.total)
         return family
@@ -88,3 +101,31 @@ def registry_of(collector: MetricsCollector, engine_pid: int | None) -> Collecto
     PlatformCollector(registry=registry)
     GCCollector(registry=registry)
     return registry
+
+
+class Metrics:
+    """The metrics of one server, in their own registry.
+
+    http: a watcher of the server
+    """
+
+    def __init__(self, served: ServedModel, model_name: str, engine_pid: int | None = None) -> None:
+        self.http = HttpCounts()
+        self._collector = MetricsCollector(served, self.http, model_name)
+        self.registry = registry_of(self._collector, engine_pid)
+
+    async def begin(self, engine: EngineClient) -> None:
+        """Start counting in the engine."""
+        self.take(await engine.call(count))
+
+    async def refresh(self, engine: EngineClient) -> None:
+        """Read the engine's counts; the previous ones stay if it does not answer in time."""
+        with suppress(EngineDeadError, TimeoutError):
+            async with asyncio.timeout(PATIENCE_S):
+                self.take(await engine.call(count, allow_dead=True))
+
+    def take(self, counted: Counted) -> None:
+        self._collector.counted = counted
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)

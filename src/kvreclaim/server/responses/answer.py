@@ -17,11 +17,10 @@ from kvreclaim.server.http.events import answer_json, error_of, event, json_of, 
 from kvreclaim.server.openai.answer import REPORT_SIZE
 from kvreclaim.server.openai.chat import ChatAnswer
 from kvreclaim.server.responses.head import failure, head, outcome_of, response_usage
-from kvreclaim.server.responses.names import own_names
 from kvreclaim.server.responses.output import Event, OutputItems
 from kvreclaim.server.responses.store import Kept, ResponseStore
 from kvreclaim.server.responses.token_roles import TextTokens
-from kvreclaim.server.responses.translate import Translated
+from kvreclaim.server.responses.translate import Translated, own_names
 from kvreclaim.server.shared.service import Service, check_update
 
 ROUTE = "/v1/responses"

@@ -18,10 +18,9 @@ from kvreclaim.server.openai.prompts import check_options
 from kvreclaim.server.openai.schemas import ERRORS
 from kvreclaim.server.responses.answer import ROUTE, ResponseAnswer
 from kvreclaim.server.responses.fields import ResponsesRequest
-from kvreclaim.server.responses.names import own_names
 from kvreclaim.server.responses.schemas import DeletedResponse, InputItemList, ResponseObject
 from kvreclaim.server.responses.store import Kept, ResponseStore
-from kvreclaim.server.responses.translate import translated
+from kvreclaim.server.responses.translate import own_names, translated
 from kvreclaim.server.shared.bodies import BodyRoute
 from kvreclaim.server.shared.service import Service, ServiceDep, TenantDep
 

@@ -1,29 +1,46 @@
-"""Translates a request of the Responses API to a chat request."""
+"""Translates a request of the Responses API to a chat request, and errors of chat to this API's field
+names."""
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from pydantic import ValidationError
 from pydantic_core import from_json
 
 from kvreclaim.engine.api.chat import SYSTEM_ROLES
-from kvreclaim.server.base.errors import ApiError
+from kvreclaim.errors import KVReclaimError
+from kvreclaim.server.base.errors import ApiError, from_engine, from_problem
 from kvreclaim.server.base.identity import Tenant
-from kvreclaim.server.openai.chat import ChatRequest
+from kvreclaim.server.openai.chat import ChatAnswer, ChatRequest
 from kvreclaim.server.openai.messages import render
 from kvreclaim.server.openai.prompts import SharedFields
 from kvreclaim.server.responses.conversation import ChatWriter, num_chars
 from kvreclaim.server.responses.fields import AllowedFunctions, ChosenFunction, FlatFunction, ResponsesRequest
 from kvreclaim.server.responses.items import Item, response_of
-from kvreclaim.server.responses.names import own_names
 from kvreclaim.server.responses.store import ResponseStore
 from kvreclaim.server.shared.calls import Tool, can_follow
 from kvreclaim.server.shared.service import Service
 
+OWN: Mapping[str, str] = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "logprobs": "top_logprobs",
+    "tool_choice.function": "tool_choice",
+    "tool_choice.allowed_tools": "tool_choice",
+}
+"""Fields of a chat request and their names in this API; the first match counts."""
+OF_MESSAGE: Mapping[str, str] = {"content": "content", "tool_call_id": "call_id", "kv_drop": "kv_drop"}
 SAME = (
     *SharedFields.model_fields,
     *("parallel_tool_calls", "top_logprobs", "chat_template_kwargs", "thinking_token_budget"),
@@ -33,6 +50,37 @@ MOST_ALONE = 128
 """Most functions with individually checked schemas; OpenAI's own limit."""
 ROOM = 8
 """Fraction of the context reserved for an answer without a limit, if items are dropped."""
+
+
+@contextmanager
+def own_names(places: Sequence[str] = ()) -> Iterator[None]:
+    """Rename fields in errors raised in the block. places: locations of the chat's messages.
+
+    Raises: ApiError.
+    """
+    try:
+        yield
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        raise _renamed(from_problem(first["type"], first["loc"], first["msg"]), places) from None
+    except KVReclaimError as error:
+        raise _renamed(from_engine(error, ChatAnswer.route), places) from error
+    except ApiError as error:
+        raise _renamed(error, places) from error
+
+
+def _renamed(error: ApiError, places: Sequence[str]) -> ApiError:
+    return error if error.param is None else error.about(_own(error.param, places))
+
+
+def _own(field: str, places: Sequence[str]) -> str:
+    if found := re.match(r"messages\.(\d+)(?:\.(\w+))?", field):
+        place, part = places[int(found[1])], OF_MESSAGE.get(found[2])
+        return f"{place}.{part}" if part and place.startswith("input.") else place
+    if found := re.match(r"tools\.\d+(\.function)\b", field):
+        return field[: found.start(1)] + field[found.end(1) :]
+    chat = next((name for name in OWN if field == name or field.startswith(f"{name}.")), None)
+    return field if chat is None else OWN[chat] + field.removeprefix(chat)
 
 
 def fitting(items: Sequence[Item], fits: Callable[[list[int]], bool | None]) -> list[int]:
