@@ -5,7 +5,7 @@
 // the same blocks in the same places. Where they do not, a head's result is gathered in scratch first.
 //
 // Keys: move.h. Values of plain formats are rows of bytes, those of coded ones fields of words (move_coded.h).
-// Oracle: ops/reference/moves.py::compact.
+// Oracle: ops/reference/rows.py::compact.
 #pragma once
 
 #include "kvreclaim/move.h"

@@ -1,15 +1,16 @@
 """Forward passes outside the engine's steps: they pass each layer's queries or attention weights to a
-callback, and store nothing."""
+callback, or end at a layer, and store nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.attention import AttentionCall
@@ -305,3 +306,40 @@ def _instruction(loaded: LoadedModel, cue: list[int]) -> list[int]:
         return list(tokenizer.encode(_WHOLE, add_special_tokens=False))
     words, end = (tokenizer.encode(text, add_special_tokens=False) for text in (_PART, "\n"))
     return [*words, *cue, *end]
+
+
+class _Reached(Exception):
+    pass
+
+
+class _UpTo:
+    """Serves the layers before one; there the forward pass ends."""
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
+        self.found: AttentionCall | None = None
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        if call.layer == self.layer:
+            self.found = call
+            raise _Reached
+        softmax = call.softmax
+        if any(each is not None for each in (softmax.softcap, softmax.sinks, softmax.window, softmax.chunk)):
+            return causal_attention(call.q, call.k, call.v, softmax)
+        q, k, v = (x.transpose(0, 1)[None] for x in (call.q, call.k, call.v))
+        out = functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=softmax.scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+
+
+@torch.inference_mode()
+def call_of_layer(loaded: LoadedModel, tokens: list[int], layer: int) -> AttentionCall:
+    """A layer's inputs for one text at positions 0, 1, ..., after full attention in the layers before."""
+    batch = _UpTo(layer)
+    ids = torch.tensor([tokens], device=loaded.facts.device)
+    places = torch.arange(len(tokens), device=ids.device)[None]
+    with suppress(_Reached):
+        loaded.model(input_ids=ids, position_ids=places, use_cache=False, logits_to_keep=1, kv_batch=batch)
+    assert batch.found is not None, f"layer {layer} was not reached"
+    return batch.found

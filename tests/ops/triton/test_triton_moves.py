@@ -15,7 +15,7 @@ from triton_pair import DEVICE, DTYPES, Pair, make_pair, on_device
 from kvreclaim.ops import reference
 from kvreclaim.ops import triton as kernels
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
-from kvreclaim.ops.triton import compaction
+from kvreclaim.ops.triton import writes
 
 SHAPES = [
     Shape(kv_heads=2, dim=32, layers=2),
@@ -145,7 +145,7 @@ def test_compact_of_every_dim(dims: tuple[int, int], block_size: int) -> None:
 
 @pytest.mark.parametrize("layers_at_once", [1, 2, 9])
 def test_layers_move_a_few_at_a_time(layers_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compaction, "ROOM_BYTES", layers_at_once * 5 * 64 * 8 * 4)
+    monkeypatch.setattr(writes, "ROOM_BYTES", layers_at_once * 5 * 64 * 8 * 4)
     pair = make_pair(Shape(kv_heads=5, dim=8, layers=5), 100)
     assert_pair_compacts(pair, random_kept((5, 5), 100, 50), pair.block_ids.flip(0)[:4])
 

@@ -30,7 +30,7 @@ ROWS_WITH_MATRICES = 64
 """Rows of one pass over the weights if the kernels have matrix instructions."""
 ROWS_OF_ISA = {"amx": ROWS_WITH_MATRICES, "avx512bf16": ROWS_WITH_PAIRS}
 ROWS_FP32 = 32
-"""Above these rows torch's fp32 product, whose library packs both factors, is the faster one."""
+"""Above these rows torch's fp32 product is the faster one: its library packs both factors."""
 UNLIMITED = sys.maxsize
 
 _leading: ContextVar[int] = ContextVar("leading", default=0)

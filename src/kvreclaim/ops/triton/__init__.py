@@ -19,12 +19,12 @@ from kvreclaim.ops.triton.support import unsupported_reason as unsupported_reaso
 if importlib.util.find_spec("triton") is not None:
     from kvreclaim.ops.triton.attention import decode_attention as decode_attention
     from kvreclaim.ops.triton.attention import paged_attention as paged_attention
-    from kvreclaim.ops.triton.compaction import compact as compact
     from kvreclaim.ops.triton.plan import static_tables as static_tables
     from kvreclaim.ops.triton.scoring import mixture_scores as mixture_scores
     from kvreclaim.ops.triton.scoring import surrogate_scores as surrogate_scores
     from kvreclaim.ops.triton.scoring import token_norms as token_norms
     from kvreclaim.ops.triton.scoring import trig_norm_scores as trig_norm_scores
+    from kvreclaim.ops.triton.writes import compact as compact
     from kvreclaim.ops.triton.writes import copy_blocks as copy_blocks
     from kvreclaim.ops.triton.writes import gather_tokens as gather_tokens
     from kvreclaim.ops.triton.writes import prepare_blocks as prepare_blocks

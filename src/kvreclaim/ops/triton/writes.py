@@ -1,4 +1,4 @@
-"""Storing and copying K/V: write_kv, copy_blocks, gather_tokens."""
+"""Storing, copying and moving K/V: write_kv, copy_blocks, gather_tokens, compact."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from kvreclaim.ops.kv_cache import KVCache, LayerCache, PagedTokens
 from kvreclaim.ops.moving import move
 from kvreclaim.ops.triton.encode import encode_kernel
 from kvreclaim.ops.triton.layout import layout_of, rows_in, store_of
-from kvreclaim.ops.triton.move_kernels import copy_kernel, gather_kernel, write_kernel
+from kvreclaim.ops.triton.move_kernels import compact_kernel, copy_kernel, gather_kernel, write_kernel
 from kvreclaim.ops.triton.support import num_processors, padded
 
 COPY_ELEMENTS = 2048
 GATHER_TOKENS = 32
 ENCODED_NUMBERS = 4096
 """Numbers of one side that a program encodes, at most; fewer where there are processors for more programs."""
+TILE_BYTES = 16384
+MAX_TILE_SLOTS = 256
+ROOM_BYTES = 1 << 26
+"""The buffer of compact takes at most so many, or those of one layer."""
 
 
 def write_kv(layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
@@ -122,3 +126,41 @@ def _gather(tokens: PagedTokens, out: Tensor, side: int) -> None:
             BLOCK_N=GATHER_TOKENS,
             num_warps=4,
         )
+
+
+def compact(cache: KVCache, kept: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
+    """ops.reference.compact: two launches for each plane of some layers; codes and their parameters move as
+    they are. Does not wait for the device."""
+    heads, num_slots = cache.num_kv_heads, target_ids.shape[0] * cache.block_size
+    if num_slots == 0:
+        return
+    kept = kept.expand(cache.num_layers, heads, -1)
+    kept = kept if kept.stride(-1) == 1 else kept.contiguous()
+    row_bytes = max(plane[0, 0, 0, 0].nbytes for plane in cache.planes)
+    step = min(cache.num_layers, max(1, ROOM_BYTES // (heads * num_slots * row_bytes)))
+    room = torch.empty((step * heads, num_slots, row_bytes), dtype=torch.uint8, device=cache.device)
+    for first in range(0, cache.num_layers, step):
+        own = kept[first : first + step]
+        for plane in cache.planes:
+            dim, block_d = plane.shape[-1], padded(plane.shape[-1])
+            tokens = min(MAX_TILE_SLOTS, max(16, TILE_BYTES // (block_d * plane.itemsize)))
+            for is_read in (True, False):
+                compact_kernel[(len(own) * heads, triton.cdiv(num_slots, tokens))](
+                    plane[first:],
+                    room.view(plane.dtype),
+                    own,
+                    source_ids,
+                    target_ids,
+                    kept.shape[-1],
+                    num_slots,
+                    plane.stride(0),
+                    own.stride(0),
+                    own.stride(1),
+                    IS_READ=is_read,
+                    KV_HEADS=heads,
+                    S=cache.block_size,
+                    D=dim,
+                    BLOCK_N=tokens,
+                    BLOCK_D=block_d,
+                    num_warps=4,
+                )

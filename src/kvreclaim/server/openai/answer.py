@@ -85,7 +85,7 @@ class OpenAIResponse(ABC):
         """Return the requested fields about the prompt."""
         found: dict[str, Any] = {}
         if self.fields.prompt_logprobs is not None:
-            assert stream.prompt_logprobs is not None, f"{stream.request_id} asked for prompt_logprobs"
+            assert stream.prompt_logprobs is not None, f"{stream.request_id} lacks its prompt_logprobs"
             tokens, places = stream.new.prompt_token_ids, TokenPlaces(self.vocabulary)
             found["prompt_logprobs"] = prompt_logprobs(tokens, stream.prompt_logprobs, places)
         if self.fields.return_token_ids:

@@ -16,8 +16,8 @@ from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
 from kvreclaim.engine.request.chunk_reuse import Reuse, ReusedChunk
 from kvreclaim.engine.request.request import Request, Scheduled
 from kvreclaim.engine.signals.needs import chunk_salt
+from kvreclaim.model.capture import call_of_layer
 from kvreclaim.model.loader import LoadedModel
-from kvreclaim.model.stopped import call_of_layer
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.ops.facts import ModelFacts
