@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from kvreclaim.ops.extension import KERNELS
-from kvreclaim.ops.native.decoder import packed_linear
+from kvreclaim.ops.native.packed import packed_linear
 from kvreclaim.ops.packed import PackedMatrix
 from kvreclaim.weights.packed import CodeRule, PackedRows
 

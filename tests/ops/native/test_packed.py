@@ -10,7 +10,8 @@ from random_rows import KINDS, random_rows
 from torch import Tensor
 
 from kvreclaim.ops import native
-from kvreclaim.ops.native.decoder import ACTIVATIONS, Norm, Projection, packed_linear, rms_norm, unpack_rows
+from kvreclaim.ops.native.decoder import Norm, Projection, rms_norm
+from kvreclaim.ops.native.packed import ACTIVATIONS, packed_linear, unpack_rows
 from kvreclaim.ops.packed import PackedMatrix
 from kvreclaim.weights.packed import CodeRule, PackedRows
 

@@ -1,12 +1,12 @@
-"""Linear layers for few rows on plain and packed weights, norms, and the parts of a decoder layer in few
-calls: a product with the norm or gate before it and the sum behind it (csrc/include/kvreclaim/linear.h,
-norm.h, decoder.h). Weights are read once."""
+"""Linear layers for few rows, norms, and the parts of a decoder layer in few calls: a product with the norm
+or gate before it and the sum behind it (csrc/include/kvreclaim/linear.h, norm.h, decoder.h). Weights are
+read once."""
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from kvreclaim.ops.extension import KERNELS, native, unavailable_reason
 from kvreclaim.ops.layer_parts import Gate, Heads, LayerForm, Norm, is_alike
+from kvreclaim.ops.native.packed import ACTIVATIONS
 from kvreclaim.ops.packed import PackedMatrix
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -32,10 +33,15 @@ ROWS_OF_ISA = {"amx": ROWS_WITH_MATRICES, "avx512bf16": ROWS_WITH_PAIRS}
 ROWS_FP32 = 32
 """Above these rows torch's fp32 product is the faster one: its library packs both factors."""
 UNLIMITED = sys.maxsize
+NAME = "native"
+ROTATIONS: tuple[dict[str, bool], ...] = ({},)
+"""The rotations that the kernels have, as fields of Heads."""
+PLAIN_ALONE = True
+"""Whether layers with norms that multiply by 1 + weight, or with an MLP that is a module, are never taken."""
+MOST_ROWS = 64
+"""Rows of a layer in two calls: the room for what lies between their products is kept."""
 
 _leading: ContextVar[int] = ContextVar("leading", default=0)
-ACTIVATIONS = ("int8", "int16", "exact")
-"""Rounding of x in a product: 8 or 15 bits, a scale per 32 columns, or nothing. The kernels' order."""
 
 
 @contextmanager
@@ -149,40 +155,6 @@ def takes_norm(x: Tensor, weight: Tensor) -> bool:
         and unavailable_reason() is None
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
     )
-
-
-def packed_linear(
-    x: Tensor, matrices: Sequence[PackedMatrix], bias: Tensor | None = None, *, activations: str = "int16"
-) -> Tensor:
-    """x [.., K] fp32 or bf16, bias [sum of N] -> [.., sum of N], the outputs of the matrices side by side.
-
-    activations: "int8" and "int16" round x to 8 and 15 bits, with a scale per 32 columns, and multiply
-        integers, which loses 1/254 and 1/32512 of the largest of 32 columns; "exact" multiplies weights in
-        fp32
-    A row's result does not depend on the other rows, their number or the number of threads.
-    """
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    out = x.new_empty((rows.shape[0], sum(each.out_features for each in matrices)))
-    native().packed_linear(
-        [each.native for each in matrices], rows, bias, out, ACTIVATIONS.index(activations)
-    )
-    return out.view(*x.shape[:-1], -1)
-
-
-def unpack_rows(matrix: PackedMatrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows [n] int64 of a matrix as numbers: [n, K] of fp32 or bf16."""
-    out = torch.empty((ids.shape[0], matrix.in_features), dtype=dtype)
-    native().unpack_rows(matrix.native, ids.contiguous(), out)
-    return out
-
-
-NAME = "native"
-ROTATIONS: tuple[dict[str, bool], ...] = ({},)
-"""The rotations that the kernels have, as fields of Heads."""
-PLAIN_ALONE = True
-"""Whether layers with norms that multiply by 1 + weight, or with an MLP that is a module, are never taken."""
-MOST_ROWS = 64
-"""Rows of a layer in two calls: the room for what lies between their products is kept."""
 
 
 def runs_on(device: torch.device) -> bool:

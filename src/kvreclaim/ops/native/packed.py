@@ -1,0 +1,39 @@
+"""Products with packed weights on the native kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvreclaim.ops.extension import native
+from kvreclaim.ops.packed import PackedMatrix
+
+ACTIVATIONS = ("int8", "int16", "exact")
+"""Rounding of x in a product: 8 or 15 bits, a scale per 32 columns, or nothing. The kernels' order."""
+
+
+def packed_linear(
+    x: Tensor, matrices: Sequence[PackedMatrix], bias: Tensor | None = None, *, activations: str = "int16"
+) -> Tensor:
+    """x [.., K] fp32 or bf16, bias [sum of N] -> [.., sum of N], the outputs of the matrices side by side.
+
+    activations: "int8" and "int16" round x to 8 and 15 bits, with a scale per 32 columns, and multiply
+        integers, which loses 1/254 and 1/32512 of the largest of 32 columns; "exact" multiplies weights in
+        fp32
+    A row's result does not depend on the other rows, their number or the number of threads.
+    """
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    out = x.new_empty((rows.shape[0], sum(each.out_features for each in matrices)))
+    native().packed_linear(
+        [each.native for each in matrices], rows, bias, out, ACTIVATIONS.index(activations)
+    )
+    return out.view(*x.shape[:-1], -1)
+
+
+def unpack_rows(matrix: PackedMatrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows [n] int64 of a matrix as numbers: [n, K] of fp32 or bf16."""
+    out = torch.empty((ids.shape[0], matrix.in_features), dtype=dtype)
+    native().unpack_rows(matrix.native, ids.contiguous(), out)
+    return out
