@@ -1,4 +1,4 @@
-"""Check whether a model's rows can be computed independently of each other (ops.native.linear.exact_rows).
+"""Check whether a model's rows can be computed independently of each other (ops.native.decoder.exact_rows).
 
 torch's products choose their order of sums by the number of rows. Its activations (SiLU, GELU, the sigmoid)
 give elements at the end of a thread's share other last bits than its vector loop does. So every product, norm

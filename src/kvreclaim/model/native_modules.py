@@ -27,7 +27,7 @@ IGNORED = {"kv_batch", "position_ids", "use_cache"}
 
 
 class NativeLinear(nn.Linear):
-    """nn.Linear that multiplies with ops.native.linear; weights, hooks and state_dict are nn.Linear's."""
+    """nn.Linear that multiplies on the native kernels; weights, hooks and state_dict are nn.Linear's."""
 
     def forward(self, input: Tensor) -> Tensor:
         parameters = self._parameters  # attribute access would search three dicts

@@ -1,4 +1,4 @@
-"""ops.native.linear and norm against products in float64."""
+"""Linear layers and norms of ops.native against products in float64."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 MOST_PLAIN_ROWS = 32
 """Most rows of a step without drafts that are computed bitwise as each would be alone; more where the kernels
-are as fast as torch's products for more rows (ops/native/linear.max_rows)."""
+are as fast as torch's products for more rows (ops/native/decoder.max_rows)."""
 
 
 @dataclass(slots=True, eq=False)

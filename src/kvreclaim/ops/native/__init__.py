@@ -24,3 +24,4 @@ from kvreclaim.ops.native.storage import unsupported_reason as unsupported_reaso
 from kvreclaim.ops.native.storage import write_kv as write_kv
 
 NAME = "native"
+STACKS_LAYERS = False

@@ -59,7 +59,7 @@ def takes_form(form: LayerForm) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, from_one: bool = False) -> Tensor:
-    """ops.native.norm.rms_norm, rounded once: x [..., D] in any strides, weight [D] -> like x, contiguous."""
+    """The native rms_norm, rounded once: x [..., D] in any strides, weight [D] -> like x, contiguous."""
     out = new_output(x, *x.shape)
     _norm(x.contiguous(), Norm(weight, eps, from_one), out)
     return out.to(x.dtype)
