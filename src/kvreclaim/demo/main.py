@@ -16,7 +16,7 @@ from rich.console import Console
 
 from kvreclaim.bench.common import Columns, sheet
 from kvreclaim.demo.real import TASKS, RealPlan, run_real
-from kvreclaim.demo.toy import DemoPlan, Row, label, run_load, run_policies
+from kvreclaim.demo.toy import POLICIES, DemoPlan, Row, label, run_load, run_policies
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.eval.report import EvalReport
 from kvreclaim.eval.show import progress_bar, show_report
@@ -61,9 +61,9 @@ def run_toy(model: Path, plan: DemoPlan, console: Console, out: Path) -> dict[st
     )
     console.print(llm.engine.kernels)
     with progress_bar(console) as on_start:
-        on_progress = on_start(0)
-        runs = run_policies(plan, llm, lambda name: on_progress(name, 0))
-        load = run_load(plan, llm, lambda name: on_progress(name, 0))
+        on_progress = on_start(3 + len(plan.fractions) * len(POLICIES))
+        runs = run_policies(plan, llm, lambda name: on_progress(name, 1))
+        load = run_load(plan, llm, lambda name: on_progress(name, 1))
     facts = llm.loaded.facts
     made = {
         "model": facts.name,
@@ -105,8 +105,8 @@ def run_toy(model: Path, plan: DemoPlan, console: Console, out: Path) -> dict[st
 def run_language_model(model: Path, plan: RealPlan, console: Console, out: Path) -> dict[str, Any]:
     """Measure, print and draw the language model's part. Returns: what the JSON file has of it."""
     with progress_bar(console) as on_start:
-        on_progress = on_start(0)
-        made = run_real(model, plan, lambda name: on_progress(f"{model.name}: {name}", 0))
+        on_progress = on_start(2 + len(plan.fractions))
+        made = run_real(model, plan, lambda name: on_progress(name, 1))
     console.print(
         f"\nProse of {plan.num_tokens} tokens with eight codes in it, compressed before any question; then "
         "digits of the codes, teacher-forced, and the perplexity of the prose's continuation."
