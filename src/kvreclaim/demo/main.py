@@ -150,6 +150,7 @@ def _show(console: Console, title: str, columns: Columns, rows: Sequence[Row]) -
     """Print a table that fits 80 columns."""
     made = sheet(f"\n{title}", columns, rows)
     made.box, made.title_justify, made.pad_edge, made.padding = box.SIMPLE_HEAD, "left", False, (0, 1, 0, 0)
+    made.columns[0].overflow = "fold"
     console.print(made)
 
 
