@@ -52,4 +52,5 @@ def test_compressed_conversations_run_at_once(measured):
 def test_it_is_printed_and_drawn(measured):
     figures, out, text = measured
     assert (out / "real_model.png").read_bytes().startswith(b"\x89PNG")
-    assert all(f"{row['value']:.3f}" in text for row in figures["eval"]["rows"])
+    forms = dict(zip(TASKS, (".3f", ".2f"), strict=True))
+    assert all(format(row["value"], forms[row["task"]]) in text for row in figures["eval"]["rows"])

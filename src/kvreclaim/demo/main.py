@@ -19,7 +19,7 @@ from kvreclaim.demo.real import TASKS, RealPlan, run_real
 from kvreclaim.demo.toy import POLICIES, DemoPlan, Row, label, run_load, run_policies
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.eval.report import EvalReport
-from kvreclaim.eval.show import progress_bar, show_report
+from kvreclaim.eval.show import progress_bar
 from kvreclaim.outputs import write_json
 
 POLICY = {"policy": "{policy}", "keeps": "{keeps}"}
@@ -46,6 +46,12 @@ LOAD = POLICY | {
     "tok/s": "{tokens_per_s:,.0f}",
     "secs": "{elapsed_s:.1f}",
     "longest\nwait, s": "{longest_wait_s:.1f}",
+}
+TEXT = POLICY | {
+    "digits\nright": "{needles:.3f}",
+    "perplexity\nof prose": "{perplexity:.2f}",
+    "KiB\nheld": "{kib:,.0f}",
+    "blocks\nfreed": "{blocks_freed:,}",
 }
 
 
@@ -111,7 +117,7 @@ def run_language_model(model: Path, plan: RealPlan, console: Console, out: Path)
         f"\nProse of {plan.num_tokens} tokens with eight codes in it, compressed before any question; then "
         "digits of the codes, teacher-forced, and the perplexity of the prose's continuation."
     )
-    show_report(console, made["eval"])
+    _show(console, "What stays", TEXT, _text_rows(made["eval"]))
     title = (
         f"{plan.num_load} conversations of {plan.num_load_tokens} tokens at once in {plan.num_blocks} blocks"
     )
@@ -144,6 +150,17 @@ def run_demo(
         write_json(json, figures)
         console.print(f"figures: {json}")
     console.print(f"the demo took {time.perf_counter() - started:.0f} s")
+
+
+def _text_rows(report: EvalReport) -> list[Row]:
+    """Return a row for each policy and share, both tasks next to each other."""
+    pairs = sorted(zip(*map(report.of, TASKS), strict=True), key=lambda pair: -(pair[0].fraction or 0))
+    return [
+        needles.model_dump()
+        | {"keeps": needles.keeps, "needles": needles.value, "perplexity": prose.value}
+        | {"kib": None if needles.kv_bytes is None else needles.kv_bytes / 2**10}
+        for needles, prose in pairs
+    ]
 
 
 def _show(console: Console, title: str, columns: Columns, rows: Sequence[Row]) -> None:
