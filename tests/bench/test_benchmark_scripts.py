@@ -11,7 +11,7 @@ import tiny_gguf
 import tiny_packed
 from typer.testing import CliRunner
 
-from benchmarks import caching, steps
+from benchmarks import caching
 from benchmarks.__main__ import app
 from kvreclaim import demo_model
 from kvreclaim.bench import host_steps
@@ -31,19 +31,8 @@ def run(tmp_path, *arguments):
     return report["rows"], result.output
 
 
-def test_step_splits_the_whole_step(tmp_path):
-    rows, output = run(
-        tmp_path, "step", *COMMON, "--contexts", 300, "--batches", 2, "--steps", 4, "--systems", "full"
-    )
-    (row,) = rows
-    assert set(row["ms"]) == set(steps.PARTS)
-    assert min(row["ms"][part] for part in ("schedule", "batch", "model", "attention", "sample")) > 0
-    assert row["ms"]["compress"] == 0
-    assert "attention" in output
-
-
-def test_step_without_forward_passes_splits_what_the_host_does(tmp_path):
-    options = ("--no-forward", "--contexts", 300, "--batches", 2, "--steps", 4, "--budget", 96)
+def test_step_splits_what_the_host_does(tmp_path):
+    options = ("--contexts", 300, "--batches", 2, "--steps", 4, "--budget", 96)
     rows, output = run(
         tmp_path, "step", *COMMON, *options, "--interval", 64, "--systems", "full,shares(surrogate)"
     )

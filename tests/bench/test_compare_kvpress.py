@@ -11,7 +11,7 @@ import pytest
 import tiny
 from typer.testing import CliRunner
 
-from benchmarks import compare_kvpress, kvpress_side
+from benchmarks import compare_kvpress
 from benchmarks.__main__ import app
 from kvreclaim import demo_model
 from kvreclaim.eval import Item, TaskScore
@@ -58,8 +58,7 @@ class Yes(PlainTask):
 def run(tmp_path, monkeypatch):
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER)
-    for module in (compare_kvpress, kvpress_side):
-        monkeypatch.setattr(module, "WORKER", worker)
+    monkeypatch.setattr(compare_kvpress, "WORKER", worker)
     monkeypatch.setattr(compare_kvpress, "make_tasks", lambda names, llm, options: [Yes()])
 
     def invoke(*arguments):

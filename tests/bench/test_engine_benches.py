@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from kvreclaim import demo_model
 from kvreclaim.bench import memory
 from kvreclaim.bench.common import alternate
-from kvreclaim.bench.patches import PartTimer, timers
+from kvreclaim.bench.host_steps import PartTimer, timers
 from kvreclaim.cli.main import app
 
 runner = CliRunner()

@@ -178,6 +178,5 @@ def test_the_file_and_the_tables(python, file, tmp_path, monkeypatch):
     for rows in (report["rows"], report["prompts"]):
         assert {row["system"] for row in rows} == names
         assert all(row["tokens_per_s"] > 0 for row in rows)
-    assert {row["system"]: row["resident_bytes"] > 0 for row in report["loading"]}["kvreclaim"]
     assert report["versions"]["llama-cpp-python"] == "0-stub"
     assert np.isfinite(report["prompts"][0]["first_token_s"])

@@ -10,8 +10,9 @@ from rich.console import Console
 
 from kvreclaim.eval import EvalReport, EvalRow, Metric, charts
 from kvreclaim.eval.html import render
-from kvreclaim.eval.report import FormatFacts, best_mix_lines, frontier, mixes
+from kvreclaim.eval.report import FormatFacts, frontier
 from kvreclaim.eval.show import show_report
+from kvreclaim.eval.tables import mix_table, mixes
 
 KIB = 1024.0
 HEADER = header(
@@ -67,10 +68,10 @@ def test_of_perplexity_less_is_better():
 
 
 def test_lines_say_how_many_bytes_and_how_many_times_fewer(report):
-    assert best_mix_lines(report, "recall") == [
-        ("0.3", "13.3 ×", "knorm, int4, 7% of the bytes", "0.900", "–", "–"),
-        ("1.1", "3.6 ×", "full, int4", "0.980", "0.900 – 0.990", "0.980"),
-        ("4", "1.0 ×", "full, bf16", "1.000", "–", "–"),
+    assert mix_table(report, "recall").lines == [
+        ("0.3", "13.3 ×", "knorm, int4, 7% of the bytes", "0.900", "-", "-"),
+        ("1.1", "3.6 ×", "full, int4", "0.980", "0.900..0.990", "0.980"),
+        ("4", "1.0 ×", "full, bf16", "1.000", "-", "-"),
     ]
 
 

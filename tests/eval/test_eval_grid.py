@@ -15,7 +15,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval import Answer, Item, TaskScore, evaluate
 from kvreclaim.eval.html import write_html
 from kvreclaim.eval.runner import BatchRunner
-from kvreclaim.eval.show import task_table
+from kvreclaim.eval.tables import task_table
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BLOCK_BYTES = 2 * 2 * (16 + 16) * 4 * 16  # layers, KV heads, key and value dims, fp32, tokens
@@ -200,7 +200,7 @@ def test_auto_is_named_beside_what_the_statistics_name(tmp_path):
     assert [row.is_auto for row in report.rows] == [False, True]
     assert report.rows[1].blocks_freed > 0
     shown = f"auto: {best}"
-    assert list(task_table(report, "chain").columns[0].cells) == ["full", shown]
+    assert [line[0] for line in task_table(report, "chain").lines] == ["full", shown]
     report.write_csv(tmp_path / "rows.csv")
     with (tmp_path / "rows.csv").open(newline="") as file:
         assert [(row["policy"], row["is_auto"]) for row in csv.DictReader(file)] == [

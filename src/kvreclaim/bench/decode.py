@@ -43,7 +43,6 @@ from rich.console import Console
 from kvreclaim.bench.common import Row, alternate, spread, wide_console
 from kvreclaim.bench.decode_plan import AUTO, DecodePlan
 from kvreclaim.bench.decode_prompts import time_prompt, vocab_size
-from kvreclaim.bench.loading import time_loading
 from kvreclaim.bench.plans import LLAMACPP
 from kvreclaim.bench.systems.base import Point, Session, SkipPoint, System, SystemSetup, random_prompts
 from kvreclaim.bench.systems.hf import ContinuousBatching, Generate
@@ -68,11 +67,10 @@ PAUSE_S = 0.25
 
 @dataclass(slots=True)
 class DecodeResult:
-    """rows, prompts and loading as in the file; checks: greedy agreement; versions: the peers'."""
+    """rows and prompts as in the file; checks: greedy agreement; versions: the peers'."""
 
     rows: list[Row] = field(default_factory=list)
     prompts: list[Row] = field(default_factory=list)
-    loading: list[Row] = field(default_factory=list)
     checks: list[TokenAgreement] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -135,8 +133,6 @@ def run(plan: DecodePlan, console: Console | None = None, *, check: bool = True)
     result = DecodeResult()
     if check:
         result.checks = verify(plan, console)
-    if not LLAMACPP.keys().isdisjoint(plan.peers):
-        result.loading = time_loading(plan)
     grid = plan.points()
     most = [*grid, *(Point(length, 1, 1) for length in plan.prompts)]
     with ExitStack() as stack:

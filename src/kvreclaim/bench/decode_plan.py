@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvreclaim.bench.plans import ACTIVATIONS, LLAMACPP, LLAMACPP_PYTHON, PeersPlan
+from kvreclaim.bench.plans import ACTIVATIONS, KERNELS, LLAMACPP, LLAMACPP_PYTHON, VLLM_PYTHON, PolicyPlan
 from kvreclaim.bench.systems.base import NAMES, OURS, Fill, Point
 from kvreclaim.checks import check_choice, require
 from kvreclaim.compression.spec.traits import traits
@@ -21,7 +21,7 @@ PEERS = ("transformers", "transformers-cb", "vllm")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodePlan(PeersPlan):
+class DecodePlan(PolicyPlan):
     """Decode speed. steps: per timed slice, fewer if slice_s would be exceeded; limit_s: per system and
     point, all rounds together.
 
@@ -31,6 +31,8 @@ class DecodePlan(PeersPlan):
     prompts:         prompt lengths with timed prefill, alone and alternating
     """
 
+    kernels: str = option("auto", KERNELS)
+    vllm_python: Path | None = option(None, VLLM_PYTHON)
     systems: tuple[str, ...] = option(NAMES, "Our systems: full and policies, comma-separated.")
     peers: tuple[str, ...] = option(
         (),

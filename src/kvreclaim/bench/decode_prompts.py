@@ -7,11 +7,8 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from rich.table import Table
-
-from kvreclaim.bench.common import Row, alternate, seconds, spread, table, text
+from kvreclaim.bench.common import Row, alternate, seconds, spread
 from kvreclaim.bench.decode_plan import DecodePlan
-from kvreclaim.bench.decode_table import short
 from kvreclaim.bench.systems.base import System, random_prompts
 from kvreclaim.model.loader import read_config
 
@@ -45,13 +42,3 @@ def time_prompt(plan: DecodePlan, length: int, systems: Mapping[str, System]) ->
         }
         for name, values in elapsed.items()
     ]
-
-
-def prompt_table(rows: list[Row]) -> Table:
-    """Tokens/s: a line for each length, a column for each system."""
-    names = list(dict.fromkeys(row["system"] for row in rows))
-    made = table("prompt tokens/s", ("prompt", *map(short, names)))
-    for length in dict.fromkeys(row["prompt"] for row in rows):
-        speeds = {row["system"]: row["tokens_per_s"] for row in rows if row["prompt"] == length}
-        made.add_row(f"{length:,}", *(text(speeds[name], 1) for name in names))
-    return made

@@ -52,12 +52,17 @@ def _has_equal_bits(name: str, peer: str) -> bool:
 
 
 def speed_table(rows: Sequence[Row]) -> Table:
-    """Tokens/s: a line for each point, a column for each system."""
+    """Tokens/s: a line for each point or prompt length, a column for each system."""
     names = list(dict.fromkeys(row["system"] for row in rows))
-    made = table("decode tokens/s", ("context x batch", *map(short, names)))
-    for (context, batch), systems in speeds(rows).items():
-        cells = [text(systems.get(name), 1) for name in names]
-        made.add_row(f"{context:,} x {batch}", *cells)
+    is_prompt = "prompt" in rows[0]
+    title = "prompt tokens/s" if is_prompt else "decode tokens/s"
+    made = table(title, ("prompt" if is_prompt else "context x batch", *map(short, names)))
+    form = "{prompt:,}" if is_prompt else "{context:,} x {batch}"
+    lines: dict[str, dict[str, float | None]] = {}
+    for row in rows:
+        lines.setdefault(form.format_map(row), {})[row["system"]] = row["tokens_per_s"]
+    for place, speed in lines.items():
+        made.add_row(place, *(text(speed.get(name), 1) for name in names))
     return made
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
 from types import FrameType
@@ -21,7 +22,6 @@ from rich.table import Table
 from kvreclaim.bench.common import Row, table, text
 from kvreclaim.bench.decode_plan import DecodePlan
 from kvreclaim.bench.decode_table import short
-from kvreclaim.bench.patches import PartTimer, timers
 from kvreclaim.bench.systems.base import Point
 from kvreclaim.bench.systems.ours import KvreclaimSystem
 from kvreclaim.engine.api.llm import LLM
@@ -30,6 +30,39 @@ from kvreclaim.engine.step import output_processor
 
 PHASES = ("schedule", "prepare", "build batch", "sample", "done", "process", "compress", "rest")
 WARM_UP = 8
+
+
+@dataclass(slots=True)
+class PartTimer:
+    """Seconds by part; nested parts each count their full time."""
+
+    total: dict[str, float] = field(default_factory=dict)
+
+    def timed(self, part: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function with the timer."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            started = perf_counter()
+            try:
+                return work(*args, **kwargs)
+            finally:
+                self.total[part] = self.total.get(part, 0.0) + perf_counter() - started
+
+        return run
+
+    def take(self) -> dict[str, float]:
+        """Return and reset the seconds."""
+        found, self.total = self.total, {}
+        return found
+
+
+@contextmanager
+def timers(clock: PartTimer, parts: list[tuple[Any, str, str]]) -> Iterator[None]:
+    """Time every (owner, attribute, part) during the block. Owners are modules or instances."""
+    with ExitStack() as stack:
+        for owner, name, part in parts:
+            stack.enter_context(patch.object(owner, name, clock.timed(part, getattr(owner, name))))
+        yield
 
 
 @contextmanager

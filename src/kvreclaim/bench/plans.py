@@ -127,17 +127,10 @@ class PolicyPlan(ModelPlan):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeersPlan(PolicyPlan):
-    """A benchmark that compares with vLLM."""
-
-    kernels: str = option("auto", KERNELS)
-    vllm_python: Path | None = option(None, VLLM_PYTHON)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryPlan(PeersPlan):
+class MemoryPlan(PolicyPlan):
     """Many long requests in one pool. The pool holds the K/V of `pool_requests` whole ones."""
 
+    kernels: str = option("auto", KERNELS)
     policies: tuple[str, ...] = option(
         ("full", "triattention", "query_mixture"), "Policies, comma-separated."
     )
@@ -163,7 +156,6 @@ class ServePlan(PolicyPlan):
     compress: the policy of every request, on both sides
     arrivals: requests of the run under load, which arrive at load x the engine's offline rate at the most
               streams; 0: no such run
-    trace:    its lengths, times scale, are used by the requests of that run; None: num_prompt and num_output
     """
 
     peers: tuple[str, ...] = option(
@@ -190,10 +182,6 @@ class ServePlan(PolicyPlan):
     engine_process: bool = option(True, "Run the server's engine in a process of its own, not in a thread.")
     arrivals: int = option(0, "Requests of an extra run under load; 0: no such run.", low=0)
     load: float = option(0.7, "Load of that run, as a share of the offline speed.", low=0.01, high=100.0)
-    trace: Path | None = option(
-        None, "CSV with TIMESTAMP,ContextTokens,GeneratedTokens that gives that run's lengths."
-    )
-    scale: float = option(0.1, "Factor on the trace's lengths.", low=0.0001, high=100.0)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -206,13 +194,10 @@ class ServePlan(PolicyPlan):
             check_choice("--peers", name, LLAMACPP)
         if self.peers:
             self.check_llamacpp(self.llamacpp_python)
-        if self.trace is not None:
-            require(self.arrivals > 0, "--trace is given, but no request arrives; add --arrivals.")
-            require(self.trace.is_file(), f"--trace is {str(self.trace)!r}, which is no file; name a CSV.")
 
     @property
     def prompt_lengths(self) -> tuple[int, ...]:
-        return (self.num_prompt,) if self.trace is None else ()
+        return (self.num_prompt,)
 
 
 @dataclass(frozen=True, kw_only=True)

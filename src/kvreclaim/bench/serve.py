@@ -23,7 +23,6 @@ from kvreclaim.bench.systems.llamacpp_server import LlamaCppServer
 from kvreclaim.bench.systems.ours_server import NAME, KvreclaimServer
 from kvreclaim.bench.systems.server_process import ServerProcess
 from kvreclaim.bench.verify import PackedReferee, TokenAgreement, require_agreement
-from kvreclaim.checks import require
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.sampling_params import SamplingParams
@@ -100,7 +99,7 @@ def _peer(plan: ServePlan, name: str) -> LlamaCppServer:
         threads=plan.threads,
         cache_type=LLAMACPP[name],
         sequences=max(plan.streams),
-        max_len=max(sum(each) for each in [(plan.num_prompt, plan.num_output), *_lengths(plan)]),
+        max_len=plan.num_prompt + plan.num_output,
     )
 
 
@@ -215,41 +214,27 @@ def _latency(answers: list[StreamedAnswer]) -> Row:
 
 
 def _under_load(plan: ServePlan, llm: LLM, urls: dict[str, str], tokens_per_s: float) -> list[Row]:
-    """Send Poisson arrivals, with the lengths of the trace if there is one; the same to every server."""
-    lengths = _lengths(plan)
+    """Send Poisson arrivals, the same to every server."""
     rng = random.Random(plan.seed)
-    total = sum(output for _, output in lengths)
-    rate = plan.load * tokens_per_s / (total / len(lengths))
+    rate = plan.load * tokens_per_s / plan.num_output
     at_s, load = 0.0, []
-    for num_prompt, num_output in lengths:
-        prompt = [rng.randrange(5, llm.tokenizer.vocab_size) for _ in range(num_prompt)]
-        load.append(TimedPrompt(prompt, num_output, at_s))
+    for _ in range(plan.arrivals):
+        prompt = [rng.randrange(5, llm.tokenizer.vocab_size) for _ in range(plan.num_prompt)]
+        load.append(TimedPrompt(prompt, plan.num_output, at_s))
         at_s += rng.expovariate(rate)
     facts: Row = {"arrivals": len(load), "requests_per_s": rate, "load": plan.load}
-    facts |= {"trace": plan.trace.name if plan.trace else None}
     rows = []
     for name, url in urls.items():
         streamed, elapsed_s = _http(url, load)
-        rows.append({"system": name, **facts, "http": total / elapsed_s, **_latency(streamed)})
-    return rows
-
-
-def _lengths(plan: ServePlan) -> list[tuple[int, int]]:
-    """(prompt, output) tokens of each arrival; a trace's are scaled for a small model."""
-    if plan.trace is None:
-        return [(plan.num_prompt, plan.num_output)] * plan.arrivals
-    header, *lines = plan.trace.read_text(encoding="utf-8").splitlines()
-    if header.split(",")[1:] != ["ContextTokens", "GeneratedTokens"]:
-        raise InvalidArgumentError(
-            f"{plan.trace} begins with {header[:60]!r}; pass a CSV file with the columns TIMESTAMP, "
-            "ContextTokens, GeneratedTokens."
+        rows.append(
+            {
+                "system": name,
+                **facts,
+                "http": plan.arrivals * plan.num_output / elapsed_s,
+                **_latency(streamed),
+            }
         )
-    require(
-        len(lines) >= plan.arrivals,
-        f"{plan.trace} has {len(lines)} requests, but --arrivals is {plan.arrivals}; lower it.",
-    )
-    rows = [line.split(",")[1:] for line in lines[: plan.arrivals]]
-    return [(max(1, round(int(a) * plan.scale)), max(1, round(int(b) * plan.scale))) for a, b in rows]
+    return rows
 
 
 def serve_table(rows: list[Row]) -> Table:

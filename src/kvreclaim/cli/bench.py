@@ -48,16 +48,15 @@ def decode(
 ) -> None:
     """Measure decode speed over contexts and batches, beside transformers, vLLM and llama.cpp."""
     with ready(plan.threads):
-        from kvreclaim.bench import decode, decode_prompts, decode_table, loading
+        from kvreclaim.bench import decode, decode_table
         from kvreclaim.bench.verify import agreement_table
 
         result = decode.run(plan, check=verify)
         checks = [check.row() for check in result.checks]
         tables = [agreement_table(checks)] if checks else []
-        tables += [loading.loading_table(result.loading)] if result.loading else []
-        tables += [decode_prompts.prompt_table(result.prompts)] if result.prompts else []
+        tables += [decode_table.speed_table(result.prompts)] if result.prompts else []
         tables += [decode_table.speed_table(result.rows), decode_table.ratio_table(result.rows)]
-        more = {"verification": checks, "loading": result.loading, "prompts": result.prompts}
+        more = {"verification": checks, "prompts": result.prompts}
         publish(result.rows, tables, json_file, peer_versions=result.versions, **more)
 
 

@@ -23,28 +23,18 @@ def demo(
 ) -> None:
     """Show what eviction, compaction and learned scores do to memory and accuracy, on the demo model and on
     the model that `kvreclaim fetch` downloaded."""
-    import torch
-
-    from kvreclaim.demo.main import add_real, present, run_demo
+    from kvreclaim.demo.main import run_demo
     from kvreclaim.demo.real import RealPlan
-    from kvreclaim.demo.runs import DemoPlan
+    from kvreclaim.demo.toy import DemoPlan
     from kvreclaim.model.loader import hide_progress_bars
 
-    console = Console()
-    all_threads = torch.get_num_threads()
-    torch.set_num_threads(threads)
     hide_progress_bars()
-    chosen = engine.kv_cache_dtype
-    option = "" if chosen == "auto" else f" --kv-cache-dtype {chosen}"
-    report = run_demo(
-        demo_model(), DemoPlan(kv_cache_dtype=chosen), console, command=f"kvreclaim demo{option}"
+    model = real_model()
+    run_demo(
+        (demo_model(), DemoPlan(kv_cache_dtype=engine.kv_cache_dtype)),
+        None if model is None else (model, RealPlan()),
+        Console(),
+        out,
+        json_file,
+        threads=threads,
     )
-    real = real_model()
-    if real is None:
-        console.print(
-            "No real language model is here; `make real-model` brings the one that the demo ends on."
-        )
-    else:
-        torch.set_num_threads(all_threads)
-        add_real(report, real, RealPlan(), console)
-    present(report, console, out, json_file)

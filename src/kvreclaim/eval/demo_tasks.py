@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from kvreclaim.checks import require
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.chain import HOP_TOKENS, ChainTask
-from kvreclaim.eval.example import SizedTask, Stream, TokenKind
+from kvreclaim.eval.example import SizedTask, TokenKind
 from kvreclaim.eval.list_tasks import ZONES, MultiQueryTask, RecallTask, VariableTrackingTask
 
 MIN_TOKENS = 512
@@ -96,17 +96,6 @@ DEMO_TASKS: Mapping[str, DemoTask] = {
     )
 }
 """Name -> task."""
-
-
-def calibration_documents(
-    num: int, num_tokens: int, tasks: Sequence[str] = (*DEMO_TASKS,), seed: int = 0
-) -> list[tuple[int, ...]]:
-    """Return `num` documents (prompt and trace) that evaluation never draws, alternating between the
-    tasks."""
-    made = [DEMO_TASKS[task].make(num_tokens) for task in tasks]
-    return [
-        made[i % len(made)].sample(seed + i // len(made), Stream.CALIBRATION).document for i in range(num)
-    ]
 
 
 def documents(

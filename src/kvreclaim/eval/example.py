@@ -36,14 +36,6 @@ class TokenKind(enum.Enum):
     STOP = "stop"  # `.`: counts filler words
 
 
-class Stream(enum.Enum):
-    """Families of seeds, which never share random numbers."""
-
-    EVALUATION = "evaluation"
-    CALIBRATION = "calibration"
-    TRAINING = "training"
-
-
 @dataclass(frozen=True)
 class Example:
     """One prompt with the only correct continuation.
@@ -116,9 +108,9 @@ class SizedTask(ABC):
             f"noise is {self.noise}; it is a share of the filler and must be within 0..1",
         )
 
-    def sample(self, seed: int, stream: Stream = Stream.EVALUATION) -> Example:
+    def sample(self, seed: int) -> Example:
         """Return the example of this seed."""
-        rng = random.Random(f"{self.seeds}{stream.value}:{seed}")
+        rng = random.Random(f"{self.seeds}evaluation:{seed}")
         return self.draw(rng, rng.randint(*self.filler_words))
 
     def assemble(

@@ -154,6 +154,15 @@ class ReportHeader(BaseModel):
     num_examples: int
     tasks: dict[str, dict[str, Any]]
 
+    @property
+    def setup(self) -> str:
+        """One line on the model, the window and the seeds."""
+        parts = [f"interval {self.interval}, {self.sinks} sinks, {self.recent} recent tokens"]
+        parts += ["prompt protected"] * self.protect_prompt
+        parts += [] if self.mode is None else [f"mode {self.mode}"]
+        where = self.url or f"{self.dtype} on {self.device}; {', '.join(parts)}"
+        return f"{self.model}, {where}; seeds {', '.join(map(str, self.seeds))}"
+
 
 class EvalReport(BaseModel):
     """Header and rows."""
@@ -238,9 +247,6 @@ def _flat(row: EvalRow) -> dict[str, Any]:
     return flat
 
 
-HEADINGS = ("KiB a token", "fewer bytes", "best mix", "{metric}", "95 % CI", "of full")
-
-
 def frontier(rows: Sequence[EvalRow]) -> list[EvalRow]:
     """Return the rows of one task on the Pareto front of bytes and value, smallest first: for a number of
     bytes, the last row within it is the best that was tried."""
@@ -250,31 +256,6 @@ def frontier(rows: Sequence[EvalRow]) -> list[EvalRow]:
         if not best or _worth(row) > _worth(best[-1]):
             best.append(row)
     return best
-
-
-def mixes(report: EvalReport) -> list[str]:
-    """Tasks with several formats, for which a best mix is shown."""
-    return [task for task in report.tasks if len({row.kv_cache_dtype for row in report.of(task)}) > 1]
-
-
-def best_mix_lines(report: EvalReport, task: str) -> list[tuple[str, ...]]:
-    """Cells of HEADINGS for every row of the frontier. Fewer bytes: than the full cache in the model's own
-    dtype."""
-    lines: list[tuple[str, ...]] = []
-    for row in frontier(report.of(task)):
-        size = row.bytes_per_token or 0.0
-        interval = "–" if row.ci95 is None else f"{row.ci95[0]:.3f} – {row.ci95[1]:.3f}"
-        lines.append(
-            (
-                f"{size / 1024:.3g}",
-                f"{report.header.kv_bytes_per_token / size:.1f} ×",
-                row.mix,
-                f"{row.value:.3f}",
-                interval,
-                "–" if row.of_full is None else f"{row.of_full:.3f}",
-            )
-        )
-    return lines
 
 
 def _worth(row: EvalRow) -> float:

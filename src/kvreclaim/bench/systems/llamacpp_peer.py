@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 
 from kvreclaim.bench.systems.base import Point, SystemSetup
-from kvreclaim.bench.systems.peer import Peer
-from kvreclaim.bench.systems.worker_process import WorkerProcess
+from kvreclaim.bench.systems.worker_process import Peer, WorkerProcess
 
 START_TIMEOUT_S = 300.0
 

@@ -5,7 +5,6 @@ environment. Imports nothing of kvreclaim.
 from __future__ import annotations
 
 import ctypes
-import os
 import time
 from importlib.metadata import version
 from typing import Any
@@ -20,12 +19,6 @@ SEED_TOKENS = 512
 """Length of the computed prompt that a synthetic fill repeats."""
 CELL = np.dtype([("pos", "<i4"), ("num_sequences", "<u4"), ("sequence", "<i4")])
 CACHE_TYPES = {"f16": lib.GGML_TYPE_F16, "q8_0": lib.GGML_TYPE_Q8_0, "q4_0": lib.GGML_TYPE_Q4_0}
-
-
-def resident() -> int:
-    """Bytes of this process in memory, including pages of mapped files."""
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class LlamaCppStreams:
@@ -147,10 +140,9 @@ class LlamaCppWorker:
         self.check_streams: LlamaCppStreams | None = None
 
     def load(self, *, model: str, threads: int, cache_type: str) -> Answer:
-        """Load a file. Answers versions, build features, seconds and bytes."""
+        """Load a file. Answers versions, build features and bytes of a token."""
         lib.llama_backend_init()
         self.threads, self.cache_type = threads, cache_type
-        before, started = resident(), time.perf_counter()
         self.model = lib.llama_model_load_from_file(model.encode(), lib.llama_model_default_params())
         if not self.model:
             raise RuntimeError(f"llama.cpp cannot load {model}; see the log")
@@ -158,8 +150,6 @@ class LlamaCppWorker:
             "llama-cpp-python": version("llama-cpp-python"),
             "build": lib.llama_print_system_info().decode().strip(),
             "vocab_size": lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model)),
-            "load_s": time.perf_counter() - started,
-            "resident_bytes": resident() - before,
             "token_bytes": self._token_bytes(),
         }
 
@@ -175,7 +165,7 @@ class LlamaCppWorker:
 
     def open(self, *, prompts: Prompts, max_tokens: int, synthetic: bool) -> Answer:
         """Fill a cache with the prompts. synthetic: compute the beginning of each and repeat it."""
-        before, started = resident(), time.perf_counter()
+        started = time.perf_counter()
         length = len(prompts[0])
         self.opened = opened = self._sequences(len(prompts), length + max_tokens)
         if synthetic and length > SEED_TOKENS:
@@ -187,7 +177,7 @@ class LlamaCppWorker:
         else:
             self.last = [opened.prompt(i, prompt) for i, prompt in enumerate(prompts)]
         self.last = opened.step(self.last)
-        return {"fill_s": time.perf_counter() - started, "resident_bytes": resident() - before}
+        return {"fill_s": time.perf_counter() - started}
 
     def run(self, *, steps: int) -> Answer:
         """Time some steps. Answers seconds and tokens."""

@@ -15,10 +15,8 @@ from kvreclaim.bench.systems.base import (
     SkipPoint,
     Slice,
     SystemSetup,
-    random_prompts,
 )
-from kvreclaim.bench.systems.peer import Peer, PeerSession
-from kvreclaim.bench.systems.worker_process import WorkerProcess
+from kvreclaim.bench.systems.worker_process import Peer, PeerSession, WorkerProcess
 from kvreclaim.memory.blocks import blocks_for
 
 BLOCK_SIZE = 128
@@ -46,11 +44,6 @@ class VllmProcess(WorkerProcess):
     def versions(self) -> dict[str, str]:
         """Versions in the peer's own environment."""
         return {name: str(value) for name, value in self.facts.items() if name.startswith("vllm")}
-
-    def serve(self, batch: int, context: int, max_tokens: int) -> Row:
-        """Serve random prompts to their ends, all sent at once; equal at every call."""
-        prompts = random_prompts(batch, context, self.facts["vocab_size"], seed=11)
-        return self.ask("serve", prompts=prompts, max_tokens=max_tokens)
 
 
 def environment(python: Path, threads: int, pool_bytes: int) -> dict[str, str]:

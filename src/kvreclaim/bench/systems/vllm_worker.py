@@ -102,21 +102,6 @@ class Worker:
                 outputs[int(output.request_id)] = list(output.outputs[0].token_ids)
         return {"tokens": [outputs[i] for i in range(len(prompts))]}
 
-    def serve(self, *, prompts: Prompts, max_tokens: int) -> Answer:
-        """Serve all requests to their ends in the pool. Answers, step by step, running and waiting requests
-        and blocks in use; overall: seconds and preemptions."""
-        log = _ServeLog(self.scheduler)
-        self.count = {}
-        for i, prompt in enumerate(prompts):
-            self._add(f"serve-{time.time_ns()}-{i}", prompt, max_tokens)
-        started = time.perf_counter()
-        while self.engine.has_unfinished_requests():
-            self._step()
-            log.note()
-        elapsed_s = time.perf_counter() - started
-        self.engine.reset_prefix_cache()
-        return {"elapsed_s": elapsed_s, **log.stop()}
-
     def prompt_logprobs(self, *, prompts: Prompts) -> Answer:
         """Log-probabilities of all tokens of the prompts but their first, one prompt after the other."""
         from vllm import SamplingParams
@@ -166,30 +151,3 @@ class Worker:
             shape = (tokens, layer.num_kv_heads, layer.head_size)
             self.noise = torch.randn(shape).to(self.runner.dtype)
         return self.noise[:tokens]
-
-
-class _ServeLog:
-    """Records the scheduler's and the pool's work in each step."""
-
-    def __init__(self, scheduler: Any) -> None:
-        self.scheduler = scheduler
-        self.pool = scheduler.kv_cache_manager.block_pool
-        self.preemptions = 0
-        self.steps: dict[str, list[int]] = {"running": [], "waiting": [], "blocks": []}
-        self.preempt = scheduler._preempt_request
-        scheduler._preempt_request = self._counted
-
-    def _counted(self, *args: Any, **kwargs: Any) -> Any:
-        self.preemptions += 1
-        return self.preempt(*args, **kwargs)
-
-    def note(self) -> None:
-        """Record the end of a step."""
-        self.steps["running"].append(len(self.scheduler.running))
-        self.steps["waiting"].append(len(self.scheduler.waiting))
-        self.steps["blocks"].append(self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks())
-
-    def stop(self) -> Answer:
-        """Return the record."""
-        del self.scheduler._preempt_request
-        return {**self.steps, "preemptions": self.preemptions}

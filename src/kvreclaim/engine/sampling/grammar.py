@@ -2,7 +2,7 @@
 
 llguidance is taken before xgrammar: it compiles nothing that grows with the schema, copies its states (for
 n > 1), bounds the work of a schema that explodes, and refuses by name what it does not support; xgrammar
-leaves that out (scripts/grammar_suite.py).
+leaves that out (docs/log.md).
 """
 
 from __future__ import annotations

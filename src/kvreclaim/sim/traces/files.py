@@ -123,7 +123,7 @@ def _own(rows: Rows) -> Trace:
             piece,
             min(prompt, len(ids) * piece),
             tail=None if session is None else ("session", session),
-            priority=_priority(row, number),
+            priority=int(_value({"priority": 0, **row}, "priority", number, is_int, "an integer")),
         )
         turns.append((session, request, _number({"think_s": 0, **row}, "think_s", number)))
     knows = any(request.ids or session is not None for session, request, _ in turns)
@@ -151,57 +151,41 @@ FORMATS: Mapping[str, Callable[[Rows], Trace]] = MappingProxyType(
 )
 
 
-def _number(row: Mapping[str, Any], name: str, number: int) -> float:
+def _value(row: Mapping[str, Any], name: str, number: int, ok: Callable[[Any], bool], what: str) -> Any:
+    """Return the value of a field. Raises: InvalidArgumentError."""
     value = row.get(name)
-    require(
-        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LATEST,
-        f"line {number}: {name} is {value!r}; it must be a number from 0 to {LATEST:g}.",
-        "trace",
-    )
-    assert isinstance(value, int | float)
-    return float(value)
-
-
-def _ids(row: Mapping[str, Any], name: str, number: int) -> tuple[Any, ...]:
-    value = row.get(name) or ()
-    require(
-        isinstance(value, list | tuple) and all(isinstance(each, int | str) for each in value),
-        f"line {number}: {name} is {str(value)[:60]!r}; it must be a list of numbers or names.",
-        "trace",
-    )
-    return tuple(value)
-
-
-def _name(row: Mapping[str, Any], name: str, number: int) -> int | str | None:
-    value = row.get(name)
-    require(
-        value is None or isinstance(value, int | str),
-        f"line {number}: {name} is {str(value)[:60]!r}; it must be a number or a name.",
-        "trace",
-    )
+    require(ok(value), f"line {number}: {name} is {value!r:.60}; it must be {what}.", "trace")
     return value
 
 
-def _priority(row: Mapping[str, Any], number: int) -> int:
-    value: Any = row.get("priority", 0)
-    require(is_int(value), f"line {number}: priority is {value!r}; it must be an integer.", "trace")
-    return int(value)
+def _number(row: Mapping[str, Any], name: str, number: int) -> float:
+    def ok(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LATEST
+
+    return float(_value(row, name, number, ok, f"a number from 0 to {LATEST:g}"))
+
+
+def _ids(row: Mapping[str, Any], name: str, number: int) -> tuple[Any, ...]:
+    def ok(value: Any) -> bool:
+        return isinstance(value, list | tuple) and all(isinstance(each, int | str) for each in value)
+
+    return tuple(_value({name: row.get(name) or ()}, name, number, ok, "a list of numbers or names"))
+
+
+def _name(row: Mapping[str, Any], name: str, number: int) -> int | str | None:
+    found: int | str | None = _value(
+        row, name, number, lambda value: value is None or isinstance(value, int | str), "a number or a name"
+    )
+    return found
 
 
 def _count(row: Mapping[str, Any], name: str, number: int, least: int = 1) -> int:
-    value: Any = row.get(name)
-    require(
-        is_int(value) and least <= value <= LONGEST,
-        f"line {number}: {name} is {value!r}; it must be an integer from {least} to {LONGEST}.",
-        "trace",
-    )
-    return int(value)
+    what = f"an integer from {least} to {LONGEST}"
+    return int(_value(row, name, number, lambda value: is_int(value) and least <= value <= LONGEST, what))
 
 
 def _digits(text: str | None, name: str, number: int) -> int:
-    require(
-        text is not None and text.strip().isdecimal() and len(text.strip()) <= len(str(LONGEST)),
-        f"line {number}: {name} is {text!r}; it must be a number of tokens.",
-        "trace",
-    )
-    return int(str(text))
+    def ok(value: Any) -> bool:
+        return value is not None and value.strip().isdecimal() and len(value.strip()) <= len(str(LONGEST))
+
+    return int(_value({name: text}, name, number, ok, "a number of tokens"))

@@ -1,1 +1,0 @@
-"""Parts of the trainer of the demo model: batches, tokenizer, network and optimisers, check."""
