@@ -32,7 +32,7 @@ SHAPES = {
     "d64 g4": Shape(kv_heads=2, group=4, dim=64),
     "d80 v40 g3 s32": Shape(kv_heads=1, group=3, dim=80, v_dim=40, block_size=32),
     "d128 g8": Shape(kv_heads=1, group=8, dim=128),
-    "latent": Shape(kv_heads=1, group=5, dim=48, v_dim=32, latent=True),
+    "latent": Shape(kv_heads=1, group=5, dim=48, v_dim=32, latent=True, layers=2),
 }
 SMALL = SHAPES["d32 g2"]
 KINDS = {
@@ -126,6 +126,41 @@ def check_scores(rig: Rig, w: Filled, ask: int = 0, *, style: str = "half") -> N
         for values, x in ((False, k), (True, v)):
             got = rig.backend.token_norms(tokens, values=values)
             torch.testing.assert_close(got.cpu().double(), x.norm(dim=-1), rtol=1e-5, atol=1e-6)
+    if rig.backend.STACKS_LAYERS:
+        check_stacked(rig, w, ask, layout)
+
+
+def check_stacked(rig: Rig, w: Filled, ask: int, layout: RopeLayout) -> None:
+    """Scores, keys and values of several layers as one are those of each, with queries of its own."""
+    layers, shape, dim = tuple(range(w.shape.layers))[::-1], w.shape, w.shape.dim
+    slots, count = w.batch.sequences[ask], len(layers)
+    stacked = PagedTokens.of_layers(w.cache, layers, ids_on(w.cache, slots.block_ids), slots.seq_len)
+    assert stacked.num_heads == count * shape.kv_heads
+    over, scale = slice(min(4, slots.seq_len - 1), slots.seq_len), dim**-0.5
+    features = scoring.surrogate_features(w.keys[ask][0], w.values[ask][0], layout).shape[-1]
+    rows = (
+        noise(1, count, shape.heads, 3, dim),
+        noise(2, count, shape.heads, layout.num_bands),
+        noise(3, count, shape.heads, 3, 2, dim),
+        noise(4, count, shape.heads, 3, dim).square(),
+        noise(7, count, shape.kv_heads, features),
+    )
+
+    def scores(tokens: PagedTokens, queries: Tensor, weights: Tensor, *rest: Tensor) -> list[Tensor]:
+        backend = rig.backend
+        return [
+            *backend.gather_tokens(tokens),
+            backend.trig_norm_scores(tokens, queries, weights, layout),
+            backend.mixture_scores(tokens, rest[0], rest[1], scale, over),
+            backend.surrogate_scores(tokens, rest[2], layout),
+            *(backend.token_norms(tokens, values=values) for values in (False, True)),
+        ]
+
+    found = scores(stacked, *(x.flatten(0, 1).to(rig.device) for x in rows))
+    parts = [scores(w.tokens(ask, n), *(x[i].to(rig.device) for x in rows)) for i, n in enumerate(layers)]
+    for got, own in zip(found, zip(*parts, strict=True), strict=True):
+        want = torch.cat(own)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6 * want.abs().amax().item())
 
 
 def check_surrogate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.compression.layer_stacks import Layers, LayerStacks, StackSource, joined_signals
 from kvreclaim.compression.policy import (
     NO_SIGNALS,
     CompressionPolicy,
@@ -55,6 +56,7 @@ class PassQuestion:
                       layers; without it a slot counts as out of a window only if it must be
     signals:          layer -> the policy's signals, except statistics
     first:            True if nothing has been evicted yet
+    stack:            layers -> their keys and values as one layer's, where that saves launches
     """
 
     source: LayerSource
@@ -64,6 +66,7 @@ class PassQuestion:
     positions: Tensor | None = None
     signals: SignalSource = lambda _: NO_SIGNALS
     first: bool = True
+    stack: StackSource | None = None
 
 
 class Compressor:
@@ -115,6 +118,7 @@ class Compressor:
         alone = self.mode is Mode.PER_LAYER_HEAD and not self.eviction_method.whole_blocks
         self._voters = tuple(full if full and not alone else range(facts.num_layers))
         widest = None if full else max(window for window in windows if window is not None)
+        self.stacks = LayerStacks(facts.layers, self.stats, self._voters)
         self._heads: dict[tuple[int, int], tuple[LayerFacts, LayerStats | None]] = {}
         self._windows = tuple(windows if alone else [widest] * facts.num_layers)
         self._siblings: dict[int, Compressor] = {}
@@ -241,8 +245,12 @@ class Compressor:
             self._heads[layer, head] = facts.kv_head(head), own
         return self._heads[layer, head]
 
+    def split(self, num_tokens: int, stacks: bool) -> Iterator[Layers]:
+        """Yield the layers that are scored; in stacks, if the policy takes them too."""
+        return self.stacks.split(num_tokens, stacks and self.policy.any_layers)
+
     def score(self, views: Sequence[LayerView]) -> list[Tensor]:
-        """Return the policy's scores [K, T] of one layer of each sequence.
+        """Return the policy's scores [K, T] of one layer, or of a stack, of each sequence.
 
         Raises: InvalidArgumentError if they are of a wrong shape or dtype.
         """
@@ -267,66 +275,72 @@ class Compressor:
         return scores
 
     def _votes(self, questions: Sequence[PassQuestion], keep: int) -> list[Tensor]:
-        """Return scores [voters, K, T] fp32 of each sequence; a layer is scored for all sequences at once."""
+        """Return scores [voters, K, T] fp32 of each sequence; a stack of layers is scored for all sequences
+        at once."""
         if not questions:
             return []
-        layers = [self._scores(layer, questions, keep) for layer in self._voters]
-        return [torch.stack(rows) for rows in zip(*layers, strict=True)]
+        found: list[dict[int, Tensor]] = [{} for _ in questions]
+        longest = max(question.num_tokens for question in questions)
+        for layers in self.split(longest, all(question.stack is not None for question in questions)):
+            for own, scores in zip(found, self._scores(layers, questions, keep), strict=True):
+                own.update(zip(layers, scores.unflatten(0, (len(layers), -1)), strict=True))
+        return [torch.stack([own[layer] for layer in self._voters]) for own in found]
 
     def _everything(self, num_tokens: int) -> Tensor:
         layers = self.facts.num_layers if self.mode is Mode.PER_LAYER_HEAD else 1
         heads = 1 if self.mode is Mode.UNION else self.facts.layers[0].num_kv_heads
         return torch.arange(num_tokens, device=self.facts.device).repeat(layers, heads, 1)
 
-    def _scores(self, layer: int, questions: Sequence[PassQuestion], keep: int) -> list[Tensor]:
-        """Return scores [K, T] fp32 of one layer; -inf for tokens that no future query of the layer sees."""
-        views = [self._view(layer, question, keep) for question in questions]
+    def _scores(self, layers: Layers, questions: Sequence[PassQuestion], keep: int) -> list[Tensor]:
+        """Return scores [n * K, T] fp32 of a stack; -inf for tokens that no future query of a layer sees."""
+        views = [self._view(layers, question, keep) for question in questions]
         found = self.score(views)
         if self.policy.reranks:
             found = [ranked(self.policy, *pair) for pair in zip(views, found, strict=True)]
-        window = self._windows[layer]
+        window = self._windows[layers[0]]
         if window is None:
             return found
         return [
-            scores.masked_fill(self._unseen(layer, window, question), -torch.inf)
+            scores.masked_fill(self._unseen(layers, window, question), -torch.inf)
             for question, scores in zip(questions, found, strict=True)
         ]
 
-    def _view(self, layer: int, question: PassQuestion, keep: int) -> LayerView:
+    def _view(self, layers: Layers, question: PassQuestion, keep: int) -> LayerView:
         num_tokens, prompt = question.num_tokens, question.num_prompt_slots
         return LayerView(
-            layer,
-            question.source(layer),
+            layers[0],
+            question.source(layers[0]) if question.stack is None else question.stack(layers),
             question.logical_len,
-            self.facts.layers[layer],
-            self.stats_of(layer),
+            *self.stacks.of(layers),
             candidates(num_tokens=num_tokens, prompt_slots=prompt, keep=keep, **self.rules),
-            signals=self._signals(layer, question),
+            signals=self._signals(layers, question),
             first=question.first,
             budget=keep,
+            num_layers=len(layers),
         )
 
-    def _signals(self, layer: int, question: PassQuestion) -> LayerSignals:
+    def _signals(self, layers: Layers, question: PassQuestion) -> LayerSignals:
         """Return the engine's signals, with positions where they are known."""
-        signals = question.signals(layer)
-        positions = self._positions(layer, question)
+        heads = self.facts.layers[0].num_kv_heads
+        signals = joined_signals([question.signals(layer) for layer in layers], heads)
+        positions = self._positions(layers, question)
         if signals.positions is not None or positions is None:
             return signals
         return replace(signals, positions=positions)
 
-    def _positions(self, layer: int, question: PassQuestion) -> Tensor | None:
-        """Return positions [K, T] of one layer; None if unknown."""
+    def _positions(self, layers: Layers, question: PassQuestion) -> Tensor | None:
+        """Return positions [n * K, T] of a stack; None if unknown."""
         if question.positions is None:
             return None
-        heads = self.facts.layers[layer].num_kv_heads
+        heads = self.facts.layers[0].num_kv_heads
         table = question.positions.expand(self.facts.num_layers, heads, question.num_tokens)
-        return table[layer].to(self.facts.device)
+        return torch.cat([table[layer] for layer in layers]).to(self.facts.device)
 
-    def _unseen(self, layer: int, window: int, question: PassQuestion) -> Tensor:
-        """Return a mask [K, T] or [T] of slots with a position of at most L - window. Unknown positions are
-        at most L - T + slot, since they ascend up to L - 1; exact while nothing has been evicted."""
+    def _unseen(self, layers: Layers, window: int, question: PassQuestion) -> Tensor:
+        """Return a mask [n * K, T] or [T] of slots with a position of at most L - window. Unknown positions
+        are at most L - T + slot, since they ascend up to L - 1; exact while nothing has been evicted."""
         oldest = question.logical_len - window
-        positions = self._positions(layer, question)
+        positions = self._positions(layers, question)
         if positions is not None:
             return positions <= oldest
         slots = torch.arange(question.num_tokens, device=self.facts.device)

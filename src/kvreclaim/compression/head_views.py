@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from kvreclaim.compression.compressor import Compressor, SignalSource
+from kvreclaim.compression.layer_stacks import Layers, StackSource, joined_signals
 from kvreclaim.compression.policy import LayerSignals, LayerView
 from kvreclaim.ops.key_source import KeySource
 
@@ -27,6 +28,7 @@ class HeadsQuestion:
     logical_len:  position of the next query
     first:        True if nothing has been evicted yet: all heads hold the same tokens
     own:          (layer, head) -> fields of LayerSignals stored with the head's own tokens, [1, T]
+    stack:        layers -> keys and values of all heads at the first pass, where that saves launches
     """
 
     source: HeadSource
@@ -36,6 +38,7 @@ class HeadsQuestion:
     logical_len: int
     first: bool
     own: Callable[[int, int], Mapping[str, Tensor]] = lambda *_: {}
+    stack: StackSource | None = None
 
 
 def free_slots(first: int, num_tokens: int, recent: int) -> slice:
@@ -43,18 +46,19 @@ def free_slots(first: int, num_tokens: int, recent: int) -> slice:
     return slice(first, max(first, num_tokens - recent))
 
 
-def view_of_layer(compressor: Compressor, layer: int, question: HeadsQuestion, first: int) -> LayerView:
-    """Return the view of all heads of a layer."""
+def view_of_layers(compressor: Compressor, layers: Layers, question: HeadsQuestion, first: int) -> LayerView:
+    """Return the view of all heads of a stack of layers."""
+    heads = question.tokens.shape[1]
     return LayerView(
-        layer,
-        question.source(layer, None),
+        layers[0],
+        question.source(layers[0], None) if question.stack is None else question.stack(layers),
         question.logical_len,
-        compressor.facts.layers[layer],
-        compressor.stats_of(layer),
-        free_slots(first, int(question.tokens[layer, 0]), compressor.config.recent),
-        signals=question.signals(layer),
+        *compressor.stacks.of(layers),
+        free_slots(first, int(question.tokens[layers[0], 0]), compressor.config.recent),
+        signals=joined_signals([question.signals(layer) for layer in layers], heads),
         first=question.first,
         budget=compressor.budget,
+        num_layers=len(layers),
     )
 
 

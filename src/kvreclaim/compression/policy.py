@@ -100,7 +100,10 @@ class LayerView:
     first:       True if nothing has been evicted yet: neighbouring slots hold neighbouring tokens
     budget:      tokens that each head keeps, protected ones included; with unequal heads the average while
                  they are scored, and each head's own number when it is reranked
-    first_head:  index in the model of the view's first KV head
+    first_head:  index in its layer of the view's first KV head
+
+    num_layers:  layers that the view shows (any_layers): the heads of all of them, layer by layer; `layer` is
+                 the first
 
     With unequal heads a view shows one KV head: K = 1, H = G.
     """
@@ -115,6 +118,7 @@ class LayerView:
     first: bool = True
     budget: int = 0
     first_head: int = 0
+    num_layers: int = 1
 
     @property
     def keys(self) -> Tensor:
@@ -178,6 +182,8 @@ class CompressionPolicy(ABC):
     reranks:        True if the order of a head's tokens depends on how many the head keeps, or if some are
                     protected; then override rerank, or protects
     any_heads:      True if score_many takes views of one KV head each, from any layers
+    any_layers:     True if a view may show num_layers > 1, as a GPU's passes have it: scores do not depend on
+                    the index of the layer
     """
 
     name: ClassVar[str]
@@ -208,6 +214,10 @@ class CompressionPolicy(ABC):
 
     @property
     def any_heads(self) -> bool:
+        return False
+
+    @property
+    def any_layers(self) -> bool:
         return False
 
     @property
@@ -300,6 +310,7 @@ class Wrapper(CompressionPolicy):
     cache_relative = _of_inner("cache_relative")
     reranks = _of_inner("reranks")
     any_heads = _of_inner("any_heads")
+    any_layers = _of_inner("any_layers")
     needs = _of_inner("needs")
     default_mode = _of_inner("default_mode")
 

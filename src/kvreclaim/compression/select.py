@@ -12,7 +12,7 @@ from kvreclaim.compression.policy import Mode
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops import reference
-from kvreclaim.ops.moving import move
+from kvreclaim.ops.moving import fetch, move
 
 NanCheck = Callable[[Tensor], None]
 
@@ -105,12 +105,15 @@ def lowest_blocks(scores: Tensor, budget: int, tiers: np.ndarray, block_size: in
     assert tiers.shape == (num_tokens,), f"{tuple(tiers.shape)} tiers for {num_tokens} tokens"
     full = num_tokens // block_size
     num_evicted = blocks_for(num_tokens - budget, block_size)
-    refuse_nan(_holds_nan(scores.flatten(0, 1)))
     blocks = scores[..., : full * block_size].unflatten(-1, (full, block_size))
     seen = blocks > -torch.inf
     total = blocks.masked_fill(~seen, 0.0).sum(dim=(0, 1, 3), dtype=torch.float64)
     count = seen.sum(dim=(0, 1, 3))
-    means = (total / count.clamp(min=1)).masked_fill(count == 0, -torch.inf).tolist()
+    is_nan, found = fetch(
+        [_holds_nan(scores.flatten(0, 1)), (total / count.clamp(min=1)).masked_fill(count == 0, -torch.inf)]
+    )
+    refuse_nan(torch.from_numpy(is_nan))
+    means = found.tolist()
     highest = tiers[: full * block_size].reshape(full, block_size).max(axis=-1).tolist()
     order = sorted(range(full), key=lambda block: (highest[block], means[block], -block))
     droppable = sum(1 for tier in highest if tier < ALWAYS)

@@ -21,7 +21,7 @@ from kvreclaim.compression.head_views import (
     HeadsQuestion,
     free_slots,
     view_of_head,
-    view_of_layer,
+    view_of_layers,
     views_of_heads,
 )
 from kvreclaim.compression.policy import CompressionPolicy, CountsQuestion, LayerView
@@ -222,7 +222,7 @@ def _first_free(compressor: Compressor, question: HeadsQuestion) -> int:
 
 def _scores(compressor: Compressor, questions: Sequence[HeadsQuestion], firsts: Sequence[int]) -> Tensor:
     """Return fp32 scores, sequence by sequence as HeadRows.flat. Policies with any_heads
-    score all heads at once, others whole layers while all heads hold the same tokens, else single heads.
+    score all heads at once, others stacks of layers while all heads hold the same tokens, else single heads.
 
     firsts: first evictable slot of each sequence
     """
@@ -231,15 +231,18 @@ def _scores(compressor: Compressor, questions: Sequence[HeadsQuestion], firsts: 
     together = compressor.policy.any_heads
     whole = [i for i, question in enumerate(questions) if question.first and not together]
     alone = [i for i in range(len(questions)) if i not in whole]
-    for layer in range(num_layers if whole else 0):
-        views = [view_of_layer(compressor, layer, questions[i], firsts[i]) for i in whole]
+    longest = max((int(questions[i].tokens.max()) for i in whole), default=0)
+    stacks = all(questions[i].stack is not None for i in whole)
+    for layers in compressor.split(longest, stacks) if whole else ():
+        views = [view_of_layers(compressor, layers, questions[i], firsts[i]) for i in whole]
+        places = [(layer, head) for layer in layers for head in range(num_heads)]
         for i, scores in zip(whole, compressor.score(views), strict=True):
-            found[i].update(((layer, head), row) for head, row in enumerate(scores))
+            found[i].update(zip(places, scores, strict=True))
     signals = [lru_cache(1)(question.signals) for question in questions]
-    places = [(i, n, h) for n in range(num_layers) for h in range(num_heads) for i in alone]
-    step = len(places) if together else len(alone)
-    for start in range(0, len(places), max(1, step)):
-        some = places[start : start + step]
+    heads = [(i, n, h) for n in range(num_layers) for h in range(num_heads) for i in alone]
+    step = len(heads) if together else len(alone)
+    for start in range(0, len(heads), max(1, step)):
+        some = heads[start : start + step]
         views = [view_of_head(compressor, n, h, questions[i], firsts[i], signals[i](n)) for i, n, h in some]
         for (i, *at), scores in zip(some, compressor.score(views), strict=True):
             found[i][at[0], at[1]] = scores[0]

@@ -33,6 +33,8 @@ class Backend(Protocol):
     """
 
     NAME: str
+    STACKS_LAYERS: bool
+    """Whether scores and gather_tokens take several layers at once (PagedTokens), which saves launches."""
 
     def allocate(
         self,

@@ -61,7 +61,7 @@ def _cell_sources(cache: KVCache) -> tuple[LayerCache, ...]:
         keys = [layer.softmax.keys for layer in layers if layer.softmax.keys is not None]
         if not keys:
             return layers
-        every = KeyTransform(torch.cat([own.scale for own in keys]), torch.cat([own.center for own in keys]))
+        every = KeyTransform.joined(keys)
         return tuple(replace(each, softmax=replace(each.softmax, keys=every)) for each in layers)
 
     return cell_view(cache).cached("sources", make)

@@ -47,6 +47,11 @@ class KeyTransform:
         """Return the transforms of some heads, in this order."""
         return KeyTransform(self.scale[index], self.center[index])
 
+    @classmethod
+    def joined(cls, parts: Sequence[KeyTransform]) -> KeyTransform:
+        """Return the transforms of the heads of all parts."""
+        return cls(torch.cat([own.scale for own in parts]), torch.cat([own.center for own in parts]))
+
     def to(self, device: torch.device, dtype: torch.dtype) -> KeyTransform:
         return KeyTransform(self.scale.to(device, dtype), self.center.to(device, dtype))
 
@@ -79,6 +84,16 @@ class Softmax:
         sinks = "no sinks" if self.sinks is None else "sinks"
         chunk = "" if self.chunk is None else f", chunk {self.chunk}"
         return f"scale {self.scale:g}, softcap {self.softcap}, window {self.window}{chunk}, {sinks}"
+
+
+def joined_softmax(parts: Sequence[Softmax]) -> Softmax:
+    """Return the softmax of the heads of all parts, which differ in sinks and keys alone."""
+    if len(parts) == 1:
+        return parts[0]
+    sinks = [part.sinks for part in parts if part.sinks is not None]
+    keys = [part.keys for part in parts if part.keys is not None]
+    every = KeyTransform.joined(keys) if keys else None
+    return replace(parts[0], sinks=torch.cat(sinks) if sinks else None, keys=every)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

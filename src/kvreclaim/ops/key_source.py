@@ -106,7 +106,7 @@ class PagedSource(KeySource):
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.tokens.cache.num_kv_heads, self.tokens.num_tokens
+        return self.tokens.num_heads, self.tokens.num_tokens
 
     @property
     def device(self) -> torch.device:
@@ -218,9 +218,9 @@ def _joined(sources: Sequence[KeySource]) -> _Joined | None:
     if len(paged) < len(sources) or len(places) != 1 or len(sources) == 1:
         return None
     size, lengths = paged[0].tokens.cache.block_size, [source.shape[1] for source in paged]
-    ids = [source.tokens.block_ids[: blocks_for(source.shape[1], size)] for source in paged]
-    table = torch.cat(ids)
+    ids = [source.tokens.block_ids[..., : blocks_for(source.shape[1], size)] for source in paged]
+    table = torch.cat(ids, dim=-1)
     heads = [source.tokens.heads for source in paged if source.tokens.heads is not None]
     owners = torch.cat([own[: len(part)] for own, part in zip(heads, ids, strict=True)]) if heads else None
-    tokens = PagedTokens(paged[0].tokens.layer, table, len(table) * size, owners)
-    return _Joined(PagedSource(paged[0].backend, tokens), lengths, [len(own) for own in ids])
+    tokens = PagedTokens(paged[0].tokens.layer, table, table.shape[-1] * size, owners)
+    return _Joined(PagedSource(paged[0].backend, tokens), lengths, [own.shape[-1] for own in ids])

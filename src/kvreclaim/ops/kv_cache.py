@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from kvreclaim.ops.facts import CacheShape, Softmax
+from kvreclaim.ops.facts import CacheShape, Softmax, joined_softmax
 from kvreclaim.ops.formats.format import KVFormat, plain_format
 
 T = TypeVar("T")
@@ -56,6 +56,20 @@ class KVCache(Memo):
         layers, blocks, heads, size, v_dim = v.shape
         shape = CacheShape(layers, blocks, heads, size, k.shape[-1], v_dim, latent)
         return cls(shape, plain_format(v.dtype), (k, v), softmaxes)
+
+    def stacked(self, layers: tuple[int, ...]) -> LayerCache:
+        """Return a cached view of these layers as one, whose block l * B + b is block b of layer l."""
+
+        def every(cache: KVCache) -> KVCache:
+            shape = replace(cache.shape, num_layers=1, num_blocks=cache.num_layers * cache.num_blocks)
+            planes = tuple(plane.view(1, shape.num_blocks, *plane.shape[2:]) for plane in cache.planes)
+            return KVCache(shape, cache.format, planes, cache.softmaxes[:1])
+
+        def make(cache: KVCache) -> LayerCache:
+            joined = joined_softmax([cache.softmaxes[layer] for layer in layers])
+            return replace(cache.cached("stacked", every).layers[0], softmax=joined)
+
+        return self.cached(f"stacked {layers}", make)
 
     @property
     def k(self) -> Tensor:
@@ -122,9 +136,9 @@ class LayerCache(Memo):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedTokens:
-    """One sequence's first num_tokens slots of one layer.
+    """One sequence's first num_tokens slots of one layer, or of several as one (KVCache.stacked).
 
-    block_ids: [blocks] int64 on the cache's device
+    block_ids: [blocks] int64 on the cache's device; of n stacked layers [n, blocks]
     heads:     of cells (ops/cells.py) of transformed keys: [blocks] int64, the KV head that each belongs to,
                in any place; a row of the layer's KeyTransform
     """
@@ -133,6 +147,22 @@ class PagedTokens:
     block_ids: Tensor
     num_tokens: int
     heads: Tensor | None = None
+
+    @classmethod
+    def of_layers(cls, cache: KVCache, layers: tuple[int, ...], block_ids: Tensor, num_tokens: int) -> Self:
+        """Return the slots of blocks [blocks] int64 in these layers: num_heads is n * K."""
+        if len(layers) == 1:
+            return cls(cache.layers[layers[0]], block_ids, num_tokens)
+        first = cache.cached(
+            f"first blocks {layers}",
+            lambda own: torch.tensor(layers, device=own.device)[:, None] * own.num_blocks,
+        )
+        return cls(cache.stacked(layers), first + block_ids, num_tokens)
+
+    @property
+    def num_heads(self) -> int:
+        """KV heads of all its layers."""
+        return self.block_ids.shape[:-1].numel() * self.cache.num_kv_heads
 
     @property
     def cache(self) -> KVCache:

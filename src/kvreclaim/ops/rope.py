@@ -7,6 +7,7 @@ function works on the last dim of a tensor and keeps the leading ones.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 RopeStyle = Literal["half", "interleaved"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class RopeLayout:
     """Dims in which a layer's heads encode position, found by probing the model (ops/rope_probe.py).
 
@@ -28,6 +29,11 @@ class RopeLayout:
     inv_freq: Tensor
     style: RopeStyle = "half"
     start: int = 0
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        """Return what equal layouts have in common; waits for the device once."""
+        return (self.style, self.start, *self.inv_freq.tolist())
 
     @property
     def num_bands(self) -> int:

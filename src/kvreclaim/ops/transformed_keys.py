@@ -143,8 +143,8 @@ def _is_of_cells(layer: LayerCache) -> bool:
 def _of_queries(tokens: PagedTokens, num_heads: int) -> KeyTransform:
     """[H, D] fp32 for statistics of query heads."""
     own = _transform(tokens.layer)
-    if _is_of_cells(tokens.layer):
-        own = own.rows(_heads(tokens)[:1])
+    if tokens.heads is not None:
+        own = own.rows(tokens.heads[:1])
     heads = torch.arange(num_heads, device=own.scale.device) // (num_heads // len(own.scale))
     return own.to(own.scale.device, torch.float32).rows(heads)
 
@@ -152,12 +152,7 @@ def _of_queries(tokens: PagedTokens, num_heads: int) -> KeyTransform:
 def _of_tokens(tokens: PagedTokens) -> KeyTransform:
     """[K, 1 | T, D]"""
     own = _transform(tokens.layer)
-    if not _is_of_cells(tokens.layer):
+    if tokens.heads is None:
         return KeyTransform(own.scale[:, None], own.center[:, None])
-    heads = _heads(tokens).repeat_interleave(tokens.cache.block_size)[: tokens.num_tokens]
+    heads = tokens.heads.repeat_interleave(tokens.cache.block_size)[: tokens.num_tokens]
     return KeyTransform(own.scale[heads][None], own.center[heads][None])
-
-
-def _heads(tokens: PagedTokens) -> Tensor:
-    assert tokens.heads is not None, "cells may hold keys of any head; PagedTokens.heads names them"
-    return tokens.heads

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.compressor import Compressor, PassQuestion
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.policy import CompressionPolicy, CountsQuestion, LayerView, Mode, Signal
 from kvreclaim.compression.registry import make_policy, object_spec, policy_spec
@@ -103,6 +103,14 @@ def heads_are_apart(policy: CompressionPolicy) -> None:
         )
 
 
+def layers_may_be_stacked(policy: CompressionPolicy) -> None:
+    """Layers that are scored together keep what they keep one by one (any_layers)."""
+    if not policy.any_layers or _special(policy):
+        return
+    alone, together = (_choose(policy, budget=5, logical_len=40, stacked=each) for each in (False, True))
+    assert torch.equal(alone, together), f"{policy_spec(policy)} scores stacked layers in another way"
+
+
 def strides_do_not_matter(policy: CompressionPolicy) -> None:
     """Keys and values score alike however they lie in memory."""
     view = _view()
@@ -165,6 +173,7 @@ CHECKS: tuple[Callable[[CompressionPolicy], None], ...] = (
     scores_are_finite,
     is_pure,
     heads_are_apart,
+    layers_may_be_stacked,
     strides_do_not_matter,
     a_roomy_budget_keeps_all,
     keeps_the_budget,
@@ -217,15 +226,30 @@ def _tensors(view: LayerView) -> list[Tensor]:
     return [*view.source.tensors(), *(part for part in parts if isinstance(part, Tensor))]
 
 
-def _choose(policy: CompressionPolicy, *, budget: int, logical_len: int, mode: Mode) -> Tensor:
-    """Tokens that a compression of nine keeps: [L | 1, K | 1, kept]."""
+def _choose(
+    policy: CompressionPolicy,
+    *,
+    budget: int,
+    logical_len: int,
+    mode: Mode | None = None,
+    stacked: bool = False,
+) -> Tensor:
+    """Tokens that a compression of nine keeps: [L | 1, K | 1, kept]. stacked: layers are scored together"""
     facts: ModelFacts = toys.model_facts()
     config = CompressionConfig(policy, budget=budget, sinks=1, recent=2, mode=mode)
     compressor = Compressor(config, facts, toys.query_stats(facts))
-    return compressor.choose(
-        lambda layer: DenseSource(toys.noise(layer, 2, 9, 8), toys.noise(layer + 9, 2, 9, 8)),
+
+    def source(*layers: int) -> DenseSource:
+        keys, values = (torch.cat([toys.noise(n + seed, 2, 9, 8) for n in layers]) for seed in (0, 9))
+        return DenseSource(keys, values)
+
+    question = PassQuestion(
+        source,
         9,
         4,
         logical_len,
         signals=lambda layer: toys.layer_signals(facts.layers[layer], 9, logical_len, seed=10 * layer),
+        first=logical_len == 9,
+        stack=(lambda layers: source(*layers)) if stacked else None,
     )
+    return compressor.choose_all([question])[0]

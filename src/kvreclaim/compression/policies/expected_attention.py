@@ -41,6 +41,7 @@ class ExpectedAttention(CompressionPolicy):
     value_norm: bool = option(True)
     group: Literal["mean", "max"] = option("mean")
     name = "expected_attention"
+    any_layers = True
 
     @property
     def needs(self) -> frozenset[Signal]:

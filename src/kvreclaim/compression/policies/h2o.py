@@ -25,6 +25,7 @@ class H2O(CompressionPolicy):
     """
 
     name = "h2o"
+    any_layers = True
     needs = frozenset({Signal.ATTENTION_MASS})
 
     def score(self, view: LayerView) -> Tensor:

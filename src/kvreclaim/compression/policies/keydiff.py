@@ -27,6 +27,7 @@ class KeyDiff(CompressionPolicy):
     """
 
     name = "keydiff"
+    any_layers = True
 
     def score(self, view: LayerView) -> Tensor:
         keys = view.keys.float()

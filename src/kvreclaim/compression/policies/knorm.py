@@ -28,6 +28,7 @@ class Knorm(CompressionPolicy):
     keep: Literal["small", "large"] = option("small")
     name = "knorm"
     any_heads = True
+    any_layers = True
 
     def score(self, view: LayerView) -> Tensor:
         return self.score_many([view])[0]

@@ -27,6 +27,7 @@ class KVzap(CompressionPolicy):
     """
 
     name = "kvzap"
+    any_layers = True
     needs = frozenset({Signal.TOKEN_SCORES})
 
     def score(self, view: LayerView) -> Tensor:

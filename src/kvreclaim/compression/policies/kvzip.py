@@ -27,6 +27,7 @@ class KVzip(CompressionPolicy):
     """
 
     name = "kvzip"
+    any_layers = True
     needs = frozenset({Signal.READ_AGAIN})
     prompt_only = True
 

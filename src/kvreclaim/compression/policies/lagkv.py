@@ -37,6 +37,7 @@ class LagKV(CompressionPolicy):
     lag: int = option(128, low=1, unit=" tokens")
     cross: bool = option(False)
     name = "lagkv"
+    any_layers = True
 
     def score(self, view: LayerView) -> Tensor:
         num_kv_heads, num_tokens = view.source.shape

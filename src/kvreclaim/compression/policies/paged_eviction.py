@@ -30,6 +30,7 @@ class PagedEviction(CompressionPolicy):
     """
 
     name = "paged_eviction"
+    any_layers = True
     eviction_method = EvictionMethod.BLOCKS
     default_mode = Mode.UNION
 

@@ -46,6 +46,7 @@ class QueryMixture(CompressionPolicy):
     form: Literal["expected", "collapsed", "sum"] = option("expected")
     temperature: float = option(4.0, low=1e-3, high=1e6)
     name = "query_mixture"
+    any_layers = True
     needs = frozenset({Signal.QUERY_STATS, Signal.QUERY_CENTERS})
 
     def __post_init__(self) -> None:

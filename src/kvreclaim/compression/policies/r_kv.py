@@ -52,6 +52,7 @@ class RKV(CompressionPolicy):
     similarity: Literal["full", "block"] = option("full")
     block: int = option(16, low=2, high=MAX_BLOCK)
     name = "r_kv"
+    any_layers = True
     needs = frozenset({Signal.RECENT_QUERIES})
 
     def __post_init__(self) -> None:

@@ -48,6 +48,7 @@ class SnapKV(CompressionPolicy):
     when: Literal["prefill", "always"] = option("always")
     group: Literal["mean", "max"] = option("mean")
     name = "snapkv"
+    any_layers = True
     needs = frozenset({Signal.RECENT_QUERIES})
 
     def __post_init__(self) -> None:

@@ -31,6 +31,7 @@ class StreamingLLM(CompressionPolicy):
 
     positions: Literal["original", "cache"] = option("original")
     name = "streaming_llm"
+    any_layers = True
     default_mode = Mode.UNION
 
     @property

@@ -37,6 +37,7 @@ class Surrogate(CompressionPolicy):
     name = "surrogate"
     needs = frozenset({Signal.SURROGATE, Signal.POSITIONS})
     any_heads = True
+    any_layers = True
 
     def score(self, view: LayerView) -> Tensor:
         return self.score_many([view])[0]

@@ -25,6 +25,7 @@ class TOVA(CompressionPolicy):
     """
 
     name = "tova"
+    any_layers = True
     needs = frozenset({Signal.RECENT_QUERIES})
 
     @property
@@ -32,5 +33,5 @@ class TOVA(CompressionPolicy):
         return 1
 
     def score(self, view: LayerView) -> Tensor:
-        weights = window_attention(view)[:, -1]
-        return weights.mean(dim=0).repeat(view.source.shape[0], 1)
+        weights = window_attention(view)[:, -1].unflatten(0, (view.num_layers, -1))
+        return weights.mean(dim=1).repeat_interleave(view.source.shape[0] // view.num_layers, dim=0)

@@ -41,6 +41,7 @@ class TriAttention(CompressionPolicy):
     use_trig: bool = option(True)
     use_norm: bool = option(True)
     name = "triattention"
+    any_layers = True
     needs = frozenset({Signal.QUERY_STATS})
     default_mode = Mode.PER_HEAD
 

@@ -22,7 +22,6 @@ from kvreclaim.ops.cell_tables import CellMoves, CellTable, assign_cells
 from kvreclaim.ops.cells import cell_view, head_tokens, natural_cells
 from kvreclaim.ops.head_rows import HeadRows
 from kvreclaim.ops.key_source import KeySource, PagedSource
-from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.moving import move
 
 MAX_BYTES = 1 << 26
@@ -52,7 +51,6 @@ class UnevenPass:
     def _question(self, job: CompactionJob, positions: HeadRows | None) -> HeadsQuestion:
         context, size = self.context, self.context.cache.block_size
         tokens, present = self._lengths(job), self._present(job)
-        blocks = context.index(job)
         held = -(-tokens // size)
         used = present[np.arange(present.shape[-1]) < held[..., None]]
         ids = HeadRows(move(used.astype(np.int64), context.cache.device), held)
@@ -60,8 +58,7 @@ class UnevenPass:
 
         def source(layer: int, head: int | None) -> KeySource:
             if head is None:
-                whole = PagedTokens(context.cache.layers[layer], blocks, job.plan.num_tokens)
-                return PagedSource(context.backend, whole)
+                return whole.source(layer)
             own, num_tokens = heads[layer][head], int(tokens[layer, head])
             return PagedSource(context.backend, head_tokens(context.cache, layer, own, num_tokens, head))
 
@@ -77,16 +74,18 @@ class UnevenPass:
             num_tokens = int(tokens[layer, head])
             return {name: rows[layer][head][None, :num_tokens] for name, rows in known.items()}
 
-        first, of_layer = job.seq.state.cells is None, context.question(job).signals
+        first, whole = job.seq.state.cells is None, context.question(job)
 
         def signals(layer: int) -> LayerSignals:
-            found = of_layer(layer)
+            found = whole.signals(layer)
             if positions is None or not first:  # later each head has its own
                 return found
             return replace(found, positions=positions.flat.view(*tokens.shape, -1)[layer])
 
         prompt_slots = _prompt_slots(job, tokens.shape)
-        return HeadsQuestion(source, signals, tokens, prompt_slots, job.next_position, first, own_signals)
+        return HeadsQuestion(
+            source, signals, tokens, prompt_slots, job.next_position, first, own_signals, whole.stack
+        )
 
     def _lengths(self, job: CompactionJob) -> np.ndarray:
         """[L, K] int64 tokens of each head before the pass."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from kvreclaim.compression.compressor import PassQuestion
-from kvreclaim.compression.policy import LayerSignals, Signal
+from kvreclaim.compression.policy import Signal
 from kvreclaim.engine.compact.job import CompactionJob
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.memory.manager import MemoryManager
@@ -43,24 +41,22 @@ class PassContext:
             tokens = PagedTokens(self.cache.layers[layer], block_ids, job.plan.num_tokens)
             return PagedSource(self.backend, tokens)
 
-        positions = self.positions(job) if self._needs_positions(job) else None
+        def stack(layers: tuple[int, ...]) -> KeySource:
+            tokens = PagedTokens.of_layers(self.cache, layers, block_ids, job.plan.num_tokens)
+            return PagedSource(self.backend, tokens)
+
+        signals = self.signals.of_pass(job.seq, job.plan.num_tokens, block_ids, source)
+        positions = signals.positions if self._needs_positions(job) else None
         return PassQuestion(
             source,
             job.plan.num_tokens,
             job.plan.prompt_slots,
             job.next_position,
             positions,
-            lambda layer: self._signals(job, layer, source),
+            signals.of,
             job.plan.first,
+            stack if self.backend.STACKS_LAYERS else None,
         )
-
-    def _signals(self, job: CompactionJob, layer: int, source: Callable[[int], KeySource]) -> LayerSignals:
-        found = self.signals.of(job.seq, layer, job.plan.num_tokens, source)
-        if Signal.TOKEN_SCORES not in job.compressor.policy.needs or job.seq.state.cells is not None:
-            return found  # heads with cells of their own have their own scores
-        assert self.signals.scores is not None, "Signals.check has made them"
-        scores = self.signals.scores.of(layer, self.index(job), job.plan.num_tokens)
-        return replace(found, token_scores=scores)
 
     def moved(self, job: CompactionJob, kept: Tensor) -> None:
         """Move positions and signals of kept slots [L | 1, K | 1, M] to slots 0 .. M - 1."""
@@ -79,5 +75,4 @@ class PassContext:
 
     def positions(self, job: CompactionJob) -> Tensor:
         """[L, K, slots] int32 logical position of every slot."""
-        layers = range(self.cache.num_layers)
-        return torch.stack([self.signals.positions(job.seq, layer, job.plan.num_tokens) for layer in layers])
+        return self.signals.positions(job.seq, job.plan.num_tokens)

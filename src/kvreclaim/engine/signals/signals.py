@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -42,6 +42,60 @@ class ParkedSignals:
     mass: Tensor | None
 
 
+@dataclass(frozen=True, eq=False)
+class PassSignals:
+    """Signals of one sequence at a compression (Signals.of_pass); what layers have in common is made once."""
+
+    signals: Signals
+    seq: Sequence
+    num_slots: int
+    block_ids: Tensor
+    source: Callable[[int], KeySource]
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[L, K, num_slots] int32."""
+        return self.signals.positions(self.seq, self.num_slots)
+
+    @cached_property
+    def queries(self) -> Tensor:
+        """[L, H, n, D]"""
+        return self.signals.queries_of(self.seq, slice(None), window_of(self.seq))
+
+    @cached_property
+    def token_scores(self) -> Tensor:
+        """[L, K, num_slots] fp32"""
+        assert self.signals.scores is not None, "Signals.check has made them"
+        return self.signals.scores.of_layers(self.block_ids, self.num_slots)
+
+    def of(self, layer: int) -> LayerSignals:
+        """Return the signals of one layer that the policy needs; neither positions nor scores where each head
+        has slots of its own."""
+        seq, compressor = self.seq, self.seq.request.compressor
+        needs = needs_of(compressor)
+        if compressor is None or not needs:
+            return LayerSignals()
+        own, found = self.signals, LayerSignals()
+        if Signal.ATTENTION_MASS in needs:
+            found = replace(found, mass=own.mass(seq, layer, self.num_slots))
+        if Signal.POSITIONS in needs and not compressor.eviction_method.uneven:
+            found = replace(found, positions=self.positions[layer])
+        if Signal.RECENT_QUERIES in needs:
+            found = replace(found, queries=self.queries[layer])
+        if Signal.OUTPUT_PROJECTION in needs:
+            found = replace(found, output_projection=own.projection(layer))
+        if Signal.FUTURE_QUERIES in needs:
+            future = own.passes.future_queries(seq)[layer][:, seq.num_computed :]
+            found = replace(found, future_queries=future)
+        if Signal.READ_AGAIN in needs:
+            left = f"{self.num_slots} slots of {seq.num_computed} tokens are left"
+            assert self.num_slots == seq.num_computed, left
+            found = replace(found, read_again=own.passes.read_again(seq, self.source)[layer])
+        if Signal.TOKEN_SCORES in needs and seq.state.cells is None:
+            found = replace(found, token_scores=self.token_scores[layer])
+        return found
+
+
 class Signals:
     """The signals of all sequences. They are dropped when a sequence ends or is preempted; recomputing it
     gathers equal ones.
@@ -70,7 +124,7 @@ class Signals:
         self._mass = MassStore(facts, self.room)
         self.digests = DigestStore(facts, cache.number, self.room)
         self.scores: SlotScores | None = None
-        self._passes = ExtraPasses(loaded, facts, self.room, states)
+        self.passes = ExtraPasses(loaded, facts, self.room, states)
 
     @cached_property
     def _output_projections(self) -> tuple[Tensor, ...]:
@@ -160,41 +214,28 @@ class Signals:
         for item in step:
             self.digests.drop(item.seq.seq_id)
 
-    def of(
-        self,
-        seq: Sequence,
-        layer: int,
-        num_slots: int,
-        source: Callable[[int], KeySource],
-    ) -> LayerSignals:
-        """Return the signals of one layer that the sequence's policy needs, for the num_slots slots written
-        so far; no positions where each head has its own.
+    def of_pass(
+        self, seq: Sequence, num_slots: int, block_ids: Tensor, source: Callable[[int], KeySource]
+    ) -> PassSignals:
+        """Return the signals of a sequence that is compressed, for the num_slots slots written so far.
 
-        source: layer -> its keys and values in these slots
+        Args:
+            block_ids: [blocks] int64, its table on the device
+            source:    layer -> its keys and values in these slots
         """
-        compressor = seq.request.compressor
-        needs = needs_of(compressor)
-        if compressor is None or not needs:
-            return LayerSignals()
-        mass = positions = None
-        if Signal.ATTENTION_MASS in needs:
-            mass = self._mass.row(seq.seq_id)[layer, :, :num_slots]
-        if Signal.POSITIONS in needs and not compressor.eviction_method.uneven:
-            positions = self.positions(seq, layer, num_slots)
-        queries = projection = future = again = None
-        if Signal.RECENT_QUERIES in needs:
-            queries = self._queries[window_of(seq)].last(seq.seq_id, layer, seq.num_computed)
-        if Signal.OUTPUT_PROJECTION in needs:
-            projection = self._output_projections[layer]
-        if Signal.FUTURE_QUERIES in needs:
-            future = self._passes.future_queries(seq)[layer][:, seq.num_computed :]
-        if Signal.READ_AGAIN in needs:
-            assert num_slots == seq.num_computed, f"{num_slots} slots of {seq.num_computed} tokens are left"
-            again = self._passes.read_again(seq, source)[layer]
-        return LayerSignals(queries, mass, positions, projection, future, again)
+        return PassSignals(self, seq, num_slots, block_ids, source)
 
-    def queries_of(self, seq: Sequence, layer: int, window: int) -> Tensor:
-        """[H, n, D] the last n <= window queries of one layer, where they are kept."""
+    def projection(self, layer: int) -> Tensor:
+        """[H, Dv, M] the output projection of a layer."""
+        return self._output_projections[layer]
+
+    def mass(self, seq: Sequence, layer: int, num_slots: int) -> Tensor:
+        """[K, num_slots] the attention that slots got, where it is summed."""
+        return self._mass.row(seq.seq_id)[layer, :, :num_slots]
+
+    def queries_of(self, seq: Sequence, layer: int | slice, window: int) -> Tensor:
+        """[H, n, D] the last n <= window queries of one layer, where they are kept; [layers, H, n, D] of a
+        slice."""
         return self._queries[window].last(seq.seq_id, layer, seq.num_computed)
 
     def clear_mass(self, seq: Sequence, layer: int, slots: slice, heads: Tensor) -> None:
@@ -202,15 +243,13 @@ class Signals:
         if seq.seq_id in self._mass:
             self._mass.row(seq.seq_id)[layer, :, slots].masked_fill_(heads, 0.0)
 
-    def positions(self, seq: Sequence, layer: int, num_slots: int) -> Tensor:
-        """[K, num_slots] int32 logical position of every slot written so far."""
+    def positions(self, seq: Sequence, num_slots: int) -> Tensor:
+        """[L, K, num_slots] int32 logical position of every slot written so far."""
         evicted = seq.num_computed - num_slots
         slots = torch.arange(evicted, seq.num_computed, dtype=torch.int32, device=self.cache.device)
-        positions = slots.expand(self.cache.num_kv_heads, -1)
-        if seq.state.slot_positions is None:
-            return positions
-        known = seq.state.slot_positions[layer]
-        return torch.cat([known, positions[:, known.shape[-1] :]], dim=1)
+        positions = slots.expand(self.cache.num_layers, self.cache.num_kv_heads, -1)
+        known = seq.state.slot_positions
+        return positions if known is None else torch.cat([known, positions[..., known.shape[-1] :]], dim=-1)
 
     @torch.inference_mode()
     def compacted(self, seq: Sequence, kept: Tensor) -> None:
@@ -251,7 +290,7 @@ class Signals:
     def drop(self, seq_id: int) -> None:
         """Forget a sequence that was preempted or has ended."""
         self._leave(seq_id)
-        self._passes.drop(seq_id)
+        self.passes.drop(seq_id)
 
     def _leave(self, seq_id: int) -> None:
         for store in (*self._queries.values(), self._mass, self.digests):

@@ -63,6 +63,11 @@ class SlotScores(ScorePlanes):
         """[L, B, K, S, 1]: the tensors that move with blocks."""
         return (self._blocks,)
 
+    def of_layers(self, block_ids: Tensor, num_tokens: int) -> Tensor:
+        """[L, K, num_tokens] fp32 of the slots of a sequence's blocks."""
+        found = self._blocks.index_select(1, block_ids)[..., 0].transpose(1, 2)
+        return found.reshape(*found.shape[:2], -1)[..., :num_tokens].float()
+
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy scores as Backend.copy_blocks copies blocks."""
         source, target = torch.tensor(pairs, device=self._blocks.device).unbind(1)

@@ -165,13 +165,14 @@ class QueryStore(RowStore):
         self.begin(seq_id, kept[0])
         self.row(seq_id).copy_(kept[1])
 
-    def last(self, seq_id: Hashable, layer: int, end: int) -> Tensor:
-        """[H, n, D]: the queries of positions end - n .. end - 1, oldest first; n <= window, fewer where
-        they have not been seen."""
+    def last(self, seq_id: Hashable, layer: int | slice, end: int) -> Tensor:
+        """[H, n, D] of a layer, [layers, H, n, D] of a slice: the queries of positions end - n .. end - 1,
+        oldest first; n <= window, fewer where they have not been seen."""
         start = max(end - self.window, self._first[seq_id])
-        row, first = self.row(seq_id)[layer], start % self.window
-        parts = [row[first : first + end - start], row[: max(0, first + end - start - self.window)]]
-        return torch.cat(parts).transpose(0, 1)
+        row, first, count = self.row(seq_id)[layer], start % self.window, end - start
+        before = row.narrow(-3, first, min(count, self.window - first))
+        after = row.narrow(-3, 0, max(0, first + count - self.window))
+        return torch.cat([before, after], dim=-3).transpose(-3, -2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

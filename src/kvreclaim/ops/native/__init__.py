@@ -24,3 +24,4 @@ from kvreclaim.ops.native.storage import write_kv as write_kv
 from kvreclaim.ops.native.views import EXACT_QUERIES as EXACT_QUERIES
 
 NAME = "native"
+STACKS_LAYERS = False

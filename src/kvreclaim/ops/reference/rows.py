@@ -122,7 +122,7 @@ def gather_slots(x: Tensor, block_ids: Tensor, num_tokens: int) -> Tensor:
 
     Args:
         x:         [B, K, S, D] in any strides and any dtype that can be indexed
-        block_ids: [blocks] int64, at least ceil(T / S)
+        block_ids: [blocks] int64, at least ceil(T / S); of n stacked layers [n, blocks], for [n * K, T, D]
     """
-    blocks = x.index_select(0, block_ids)
-    return blocks.transpose(0, 1).reshape(x.shape[1], -1, x.shape[-1])[:, :num_tokens]
+    blocks = x.index_select(0, block_ids.flatten()).unflatten(0, (-1, block_ids.shape[-1]))
+    return blocks.transpose(1, 2).reshape(len(blocks) * x.shape[1], -1, x.shape[-1])[:, :num_tokens]

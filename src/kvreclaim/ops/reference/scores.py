@@ -57,10 +57,11 @@ def surrogate_scores(
     """
     size, scores = tokens.cache.block_size, []
     step = max(1, PIECE // size)
-    for first in range(0, len(tokens.block_ids), step):
-        ids = tokens.block_ids[first : first + step]
+    for first in range(0, tokens.block_ids.shape[-1], step):
+        ids = tokens.block_ids[..., first : first + step]
         heads = None if tokens.heads is None else tokens.heads[first : first + step]
-        part = PagedTokens(tokens.layer, ids, min(len(ids) * size, tokens.num_tokens - first * size), heads)
+        length = min(ids.shape[-1] * size, tokens.num_tokens - first * size)
+        part = PagedTokens(tokens.layer, ids, length, heads)
         rows = weights
         if owners is not None:
             rows = weights[owners[first : first + step]].repeat_interleave(size, dim=0)[

@@ -31,3 +31,4 @@ if importlib.util.find_spec("triton") is not None:
     from kvreclaim.ops.triton.writes import write_kv as write_kv
 
 NAME = "triton"
+STACKS_LAYERS = True

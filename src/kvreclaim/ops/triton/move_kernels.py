@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kvreclaim.ops.triton.codes import PLAIN, load_real, load_tile
-from kvreclaim.ops.triton.slots import load_rows, slot_rows
+from kvreclaim.ops.triton.slots import load_rows, slot_rows, stacked_rows
 
 
 @triton.jit
@@ -47,9 +47,17 @@ def copy_kernel(cache, pairs, layer_stride, BLOCK_ELEMENTS: tl.constexpr, BLOCK:
     tl.store(layer + target * BLOCK_ELEMENTS + element, value, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_blocks", "num_tokens"])
 def gather_kernel(
-    store, out, block_ids, num_tokens, out_stride, L: tl.constexpr, SIDE: tl.constexpr, BLOCK_N: tl.constexpr
+    store,
+    out,
+    block_ids,
+    num_blocks,
+    num_tokens,
+    out_stride,
+    L: tl.constexpr,
+    SIDE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """Program (tile, head): BLOCK_N tokens of one head into out [K, T, out_stride], from its first column on:
     the stored dims of keys (SIDE 0) or values."""
@@ -58,7 +66,7 @@ def gather_kernel(
     head = tl.program_id(1)
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = tokens < num_tokens
-    rows = slot_rows(block_ids, tokens, valid, head, L.KV_HEADS, L.S)
+    rows = stacked_rows(block_ids, num_blocks, tokens, valid, head, L.KV_HEADS, L.S)
     if L.K_FORMAT == PLAIN:
         tile = load_tile(store, rows, valid, L, SIDE, True)
     else:

@@ -34,7 +34,7 @@ def trig_norm_scores(
     cache, num_tokens = tokens.cache, tokens.num_tokens
     heads, num_queries = queries.shape[:2]
     out = torch.empty((heads, num_tokens), dtype=torch.float32, device=cache.device)
-    group = heads // cache.num_kv_heads
+    group = heads // tokens.num_heads
     group_rows = 1 << (group - 1).bit_length()
     if cache.shape.latent:
         group_rows = min(group_rows, ROWS)
@@ -48,12 +48,13 @@ def trig_norm_scores(
     assert start >= 0 or not bands, "the bands of a latent key are among its rotary dims"
     queries = _as_rows(queries, cache)
     if num_tokens:
-        trig_norm_kernel[(triton.cdiv(num_tokens, block_n), cache.num_kv_heads * pieces)](
+        trig_norm_kernel[(triton.cdiv(num_tokens, block_n), tokens.num_heads * pieces)](
             store_of(tokens.layer),
             out,
             queries,
             queries if weights is None else _as_rows(weights, cache),
             tokens.block_ids,
+            tokens.block_ids.shape[-1],
             num_tokens,
             num_queries,
             L=where,
@@ -86,7 +87,7 @@ def mixture_scores(
     """
     tokens = _scored(tokens)
     cache, num_tokens = tokens.cache, tokens.num_tokens
-    out = torch.zeros((cache.num_kv_heads, num_tokens), dtype=torch.float32, device=cache.device)
+    out = torch.zeros((tokens.num_heads, num_tokens), dtype=torch.float32, device=cache.device)
     start, stop, step = over.indices(num_tokens)
     assert step == 1, f"over has step {step}, 1 expected"
     if start >= stop:
@@ -96,15 +97,15 @@ def mixture_scores(
     columns = where.BLOCK_D
     block_n = _tile_tokens(2 * columns)
     tiles = triton.cdiv(stop - start, block_n)
-    rows = heads // cache.num_kv_heads * count
+    rows = heads // tokens.num_heads * count
     part_max, part_sum = (
-        torch.empty((tiles, cache.num_kv_heads, rows, offsets), dtype=torch.float32, device=cache.device)
+        torch.empty((tiles, tokens.num_heads, rows, offsets), dtype=torch.float32, device=cache.device)
         for _ in range(2)
     )
     centers, variances = _as_rows(centers, cache), _as_rows(variances, cache)
 
     def run(normalisers: Tensor, is_score_pass: bool) -> None:
-        mixture_kernel[(tiles, cache.num_kv_heads)](
+        mixture_kernel[(tiles, tokens.num_heads)](
             store_of(tokens.layer),
             out,
             part_max,
@@ -113,6 +114,7 @@ def mixture_scores(
             centers,
             variances,
             tokens.block_ids,
+            tokens.block_ids.shape[-1],
             scale,
             start,
             stop,
@@ -139,13 +141,14 @@ def token_norms(tokens: PagedTokens, *, values: bool) -> Tensor:
     """reference.token_norms: [K, T] fp32."""
     cache, num_tokens = tokens.cache, tokens.num_tokens
     layout = layout_of(cache)
-    out = torch.empty((cache.num_kv_heads, num_tokens), dtype=torch.float32, device=cache.device)
+    out = torch.empty((tokens.num_heads, num_tokens), dtype=torch.float32, device=cache.device)
     block_n = _tile_tokens(layout.BLOCK_DV if values or layout.LATENT else layout.BLOCK_D)
     if num_tokens:
-        norm_kernel[(triton.cdiv(num_tokens, block_n), cache.num_kv_heads)](
+        norm_kernel[(triton.cdiv(num_tokens, block_n), tokens.num_heads)](
             store_of(tokens.layer),
             out,
             tokens.block_ids,
+            tokens.block_ids.shape[-1],
             num_tokens,
             L=layout,
             SIDE=int(values),
@@ -162,7 +165,7 @@ def surrogate_scores(
     tokens = _scored(tokens)
     cache, num_tokens = tokens.cache, tokens.num_tokens
     where = layout_of(cache)
-    out = torch.empty((cache.num_kv_heads, num_tokens), dtype=torch.float32, device=cache.device)
+    out = torch.empty((tokens.num_heads, num_tokens), dtype=torch.float32, device=cache.device)
     bands = 0 if layout is None else layout.num_bands
     is_half = layout is None or layout.style == "half"
     start = 0
@@ -171,12 +174,13 @@ def surrogate_scores(
         assert start >= 0, "the bands of a latent key are among its rotary dims"
     block_n = _tile_tokens((where.BLOCK_D + where.BLOCK_DV) * _decoded(cache, cache.format.values))
     if num_tokens:
-        surrogate_kernel[(triton.cdiv(num_tokens, block_n), cache.num_kv_heads)](
+        surrogate_kernel[(triton.cdiv(num_tokens, block_n), tokens.num_heads)](
             store_of(tokens.layer),
             out,
             _as_rows(weights, cache),
             tokens.block_ids if owners is None else owners,
             tokens.block_ids,
+            tokens.block_ids.shape[-1],
             num_tokens,
             L=where,
             BANDS=bands,
@@ -201,10 +205,10 @@ def _scored(tokens: PagedTokens) -> PagedTokens:
     blocks = triton.cdiv(tokens.num_tokens, cache.block_size)
     spare = blocks * cache.block_size - tokens.num_tokens
     k, v = (
-        F.pad(x, (0, 0, 0, spare)).view(1, 1, blocks, cache.block_size, -1).transpose(1, 2).contiguous()
+        F.pad(x, (0, 0, 0, spare)).reshape(1, -1, 1, cache.block_size, x.shape[-1])
         for x in (keys[..., cache.v_head_dim :], values)
     )
-    ids = torch.arange(blocks, device=cache.device)
+    ids = torch.arange(len(keys) * blocks, device=cache.device).view(*tokens.block_ids.shape[:-1], blocks)
     copy = KVCache.plain(k, v, (tokens.layer.softmax,), latent=True)
     return PagedTokens(copy.layers[0], ids, tokens.num_tokens)
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kvreclaim.ops.triton.codes import PLAIN, load_real, load_tile
-from kvreclaim.ops.triton.slots import slot_rows
+from kvreclaim.ops.triton.slots import stacked_rows
 from kvreclaim.ops.triton.softmax import NOTHING
 
 
@@ -71,13 +71,14 @@ def _band_powers(
     return real * real + imag * imag
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_blocks", "num_tokens"])
 def trig_norm_kernel(
     store,
     out,
     queries,
     weights,
     block_ids,
+    num_blocks,
     num_tokens,
     num_queries,
     L: tl.constexpr,
@@ -106,7 +107,7 @@ def trig_norm_kernel(
     first_member = tl.program_id(1) % PIECES * GROUP_ROWS
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = tokens < num_tokens
-    rows = slot_rows(block_ids, tokens, valid, head, L.KV_HEADS, L.S)
+    rows = stacked_rows(block_ids, num_blocks, tokens, valid, head, L.KV_HEADS, L.S)
     member = first_member + tl.arange(0, TILE_ROWS) % GROUP_ROWS
     place = tl.arange(0, TILE_ROWS) // GROUP_ROWS
     heads = head * GROUP + member
@@ -144,7 +145,7 @@ def trig_norm_kernel(
     tl.store(out + places, scores, mask=(member < GROUP)[:, None] & valid[None, :])
 
 
-@triton.jit(do_not_specialize=["first_token", "stop_token", "num_tokens"])
+@triton.jit(do_not_specialize=["num_blocks", "first_token", "stop_token", "num_tokens"])
 def mixture_kernel(
     store,
     out,
@@ -154,6 +155,7 @@ def mixture_kernel(
     centers,
     variances,
     block_ids,
+    num_blocks,
     scale,
     first_token,
     stop_token,
@@ -179,7 +181,7 @@ def mixture_kernel(
     head = tl.program_id(1)
     tokens = first_token + tile_id * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = tokens < stop_token
-    rows = slot_rows(block_ids, tokens, valid, head, L.KV_HEADS, L.S)
+    rows = stacked_rows(block_ids, num_blocks, tokens, valid, head, L.KV_HEADS, L.S)
     keys = tl.trans(load_real(store, rows, valid, L, 0))
     squares = keys * keys
     best = tl.full([BLOCK_N], 0, tl.float32)
@@ -210,7 +212,7 @@ def mixture_kernel(
                 logits = tl.where(valid[None, :], logits, NOTHING)
                 top = tl.max(logits, axis=1)
                 total = tl.sum(tl.exp(logits - top[:, None]), axis=1)
-                column += tile_id.to(tl.int64) * L.KV_HEADS * num_centers * num_offsets
+                column += tile_id.to(tl.int64) * tl.num_programs(1) * num_centers * num_offsets
                 tl.store(part_max + column, top, mask=is_row)
                 tl.store(part_sum + column, total, mask=is_row)
         if IS_SCORE_PASS:
@@ -219,16 +221,16 @@ def mixture_kernel(
         tl.store(out + head.to(tl.int64) * num_tokens + tokens, best, mask=valid)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_blocks", "num_tokens"])
 def norm_kernel(
-    store, out, block_ids, num_tokens, L: tl.constexpr, SIDE: tl.constexpr, BLOCK_N: tl.constexpr
+    store, out, block_ids, num_blocks, num_tokens, L: tl.constexpr, SIDE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Program (tile, head): Euclidean norms of BLOCK_N keys (SIDE 0) or values of one head. A rotation keeps
     them."""
     head = tl.program_id(1)
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = tokens < num_tokens
-    rows = slot_rows(block_ids, tokens, valid, head, L.KV_HEADS, L.S)
+    rows = stacked_rows(block_ids, num_blocks, tokens, valid, head, L.KV_HEADS, L.S)
     tile = load_tile(store, rows, valid, L, SIDE, False)
     squares = tl.sum(tile * tile, axis=1)
     if L.LATENT and SIDE == 0:
@@ -243,13 +245,14 @@ def _weighted(tile, weights, is_weight, places):
     return tl.sum(tile * tl.load(weights + places, mask=is_weight, other=0.0), axis=1)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_blocks", "num_tokens"])
 def surrogate_kernel(
     store,
     out,
     weights,
     owners,
     block_ids,
+    num_blocks,
     num_tokens,
     L: tl.constexpr,
     BANDS: tl.constexpr,
@@ -269,7 +272,7 @@ def surrogate_kernel(
     head = tl.program_id(1)
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = tokens < num_tokens
-    rows = slot_rows(block_ids, tokens, valid, head, L.KV_HEADS, L.S)
+    rows = stacked_rows(block_ids, num_blocks, tokens, valid, head, L.KV_HEADS, L.S)
     if HAS_OWNERS:
         own = weights + tl.load(owners + tokens // L.S, mask=valid, other=0) * (VALUES + L.DV + 3)
     else:

@@ -18,6 +18,13 @@ def slot_rows(table, slots, valid, head, KV_HEADS: tl.constexpr, S: tl.constexpr
 
 
 @triton.jit
+def stacked_rows(tables, num_blocks, slots, valid, head, KV_HEADS: tl.constexpr, S: tl.constexpr):
+    """slot_rows of one of n * K heads in n stacked layers (PagedTokens), with tables [n, num_blocks]."""
+    table = tables + head // KV_HEADS * num_blocks
+    return slot_rows(table, slots, valid, head % KV_HEADS, KV_HEADS, S)
+
+
+@triton.jit
 def load_rows(x, rows, valid, D: tl.constexpr, BLOCK_D: tl.constexpr, AS_STORED: tl.constexpr):
     """[rows, BLOCK_D] of x [_, D], zero where not valid and past D; fp32 unless AS_STORED."""
     dims = tl.arange(0, BLOCK_D)

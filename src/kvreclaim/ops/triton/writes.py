@@ -103,7 +103,7 @@ def gather_tokens(tokens: PagedTokens) -> tuple[Tensor, Tensor]:
 
 def _new(tokens: PagedTokens, dim: int) -> Tensor:
     cache = tokens.cache
-    shape = (cache.num_kv_heads, tokens.num_tokens, dim)
+    shape = (tokens.num_heads, tokens.num_tokens, dim)
     return torch.empty(shape, dtype=cache.number, device=cache.device)
 
 
@@ -111,10 +111,11 @@ def _gather(tokens: PagedTokens, out: Tensor, side: int) -> None:
     """out: [K, T, dims] of this side, a part of the columns of a contiguous tensor."""
     cache = tokens.cache
     if tokens.num_tokens:
-        gather_kernel[(triton.cdiv(tokens.num_tokens, GATHER_TOKENS), cache.num_kv_heads)](
+        gather_kernel[(triton.cdiv(tokens.num_tokens, GATHER_TOKENS), tokens.num_heads)](
             store_of(tokens.layer),
             out,
             tokens.block_ids,
+            tokens.block_ids.shape[-1],
             tokens.num_tokens,
             out.stride(1),
             L=layout_of(cache),

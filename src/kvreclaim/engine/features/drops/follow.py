@@ -27,9 +27,7 @@ def follow_drop(context: PassContext, seq: Sequence, done: Drop) -> None:
         if needs_positions:
             _follow_heads(context, seq, stays, done.num_tokens)
     elif needs_positions or any(layer.softmax.window is not None for layer in context.facts.layers):
-        layers = range(context.cache.num_layers)
-        known = [context.signals.positions(seq, layer, done.num_tokens) for layer in layers]
-        seq.state.slot_positions = torch.stack(known)[..., kept]
+        seq.state.slot_positions = context.signals.positions(seq, done.num_tokens)[..., kept]
     context.signals.compacted(seq, kept[None, None])
 
 

@@ -1,0 +1,89 @@
+"""Layers that a pass scores together, as one layer with the KV heads of all of them: a GPU then launches
+what one layer takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvreclaim.compression.policy import LayerSignals
+from kvreclaim.compression.stats import LayerStats
+from kvreclaim.ops.facts import LayerFacts, joined_softmax
+from kvreclaim.ops.key_source import KeySource
+
+Layers = tuple[int, ...]
+StackSource = Callable[[Layers], KeySource]
+
+MAX_BYTES = 1 << 28
+"""Of the keys and values of stacked layers in fp32, which some policies copy out of the cache."""
+
+
+class LayerStacks:
+    """Layers in stacks: neighbours with the same rotation, window and scale.
+
+    layers: the model's layers that are scored
+    """
+
+    def __init__(
+        self, facts: Sequence[LayerFacts], stats: Sequence[LayerStats] | None, layers: Sequence[int]
+    ) -> None:
+        self._facts, self._stats, self._layers = facts, stats, layers
+        self._made: dict[Layers, tuple[LayerFacts, LayerStats | None]] = {}
+        self._alike: dict[tuple[object, ...], list[int]] = {}
+        for layer in layers:
+            self._alike.setdefault(_kind(facts[layer]), []).append(layer)
+
+    def split(self, num_tokens: int, stacks: bool) -> Iterator[Layers]:
+        """Yield the layers in stacks of at most MAX_BYTES for sequences of so many tokens, or one by one."""
+        if not stacks:
+            yield from ((layer,) for layer in self._layers)
+            return
+        first = self._facts[0]
+        of_layer = 4 * num_tokens * first.num_kv_heads * (first.head_dim + first.v_head_dim)
+        width = max(1, MAX_BYTES // of_layer)
+        for alike in self._alike.values():
+            yield from (tuple(alike[i : i + width]) for i in range(0, len(alike), width))
+
+    def of(self, layers: Layers) -> tuple[LayerFacts, LayerStats | None]:
+        """Return the facts and statistics of a stack, made once."""
+        if layers not in self._made:
+            parts = [self._facts[layer] for layer in layers]
+            heads = sum(part.num_heads for part in parts), sum(part.num_kv_heads for part in parts)
+            softmax = joined_softmax([part.softmax for part in parts])
+            facts = replace(parts[0], num_heads=heads[0], num_kv_heads=heads[1], softmax=softmax)
+            stats = None if self._stats is None else _joined_stats([self._stats[layer] for layer in layers])
+            self._made[layers] = facts, stats
+        return self._made[layers]
+
+
+def joined_signals(parts: Sequence[LayerSignals], num_kv_heads: int) -> LayerSignals:
+    """Return the signals of stacked layers, which have the same ones."""
+    if len(parts) == 1:
+        return parts[0]
+    found: dict[str, list[Tensor]] = {}
+    for part in parts:
+        for field in fields(part):
+            if (tensor := getattr(part, field.name)) is not None:
+                found.setdefault(field.name, []).append(tensor)
+    if "positions" in found:
+        found["positions"] = [own.expand(num_kv_heads, -1) for own in found["positions"]]
+    return LayerSignals(**{name: torch.cat(rows) for name, rows in found.items()})
+
+
+def _joined_stats(parts: Sequence[LayerStats]) -> LayerStats:
+    if len(parts) == 1:
+        return parts[0]
+    names = parts[0].present()
+    rows: dict[str, Any] = {name: torch.cat([getattr(own, name) for own in parts]) for name in names}
+    return replace(parts[0], **rows)
+
+
+def _kind(facts: LayerFacts) -> tuple[object, ...]:
+    """Return what layers of a stack have in common."""
+    rope, softmax = facts.rope, facts.softmax
+    limits = softmax.softcap, softmax.window, softmax.chunk
+    return (rope and rope.key, softmax.scale, *limits, softmax.sinks is None)
