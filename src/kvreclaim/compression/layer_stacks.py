@@ -19,7 +19,7 @@ Layers = tuple[int, ...]
 StackSource = Callable[[Layers], KeySource]
 
 MAX_BYTES = 1 << 28
-"""Of the keys and values of stacked layers in fp32, which some policies copy out of the cache."""
+"""Keys and values of stacked layers in fp32, which some policies copy out of the cache."""
 
 
 class LayerStacks:
