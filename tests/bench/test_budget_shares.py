@@ -35,7 +35,6 @@ def test_a_fifth_is_in_whole_blocks() -> None:
     [
         (DecodePlan, {"model": demo_model(), "contexts": (1024, 2048)}),
         (LosslessPlan, {"contexts": (1024, 2048)}),
-        (ServePlan, {"model": demo_model(), "arrivals": 1, "trace": __file__}),
         (VllmPlan, {"model": demo_model()}),
         (SpeedPlan, {"model": demo_model()}),
     ],

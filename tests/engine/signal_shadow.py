@@ -10,6 +10,7 @@ from torch import Tensor
 from kvreclaim import LLM
 from kvreclaim.compression.policy import LayerSignals
 from kvreclaim.engine.request.request import Scheduled, Sequence
+from kvreclaim.engine.signals.signals import PassSignals
 from kvreclaim.model.attention import AttentionCall, LatentCall
 
 PerLayer = dict[int, Tensor]
@@ -28,14 +29,15 @@ class SignalShadow(Shadow):
         self._watch_signals(llm, monkeypatch)
 
     def _watch_signals(self, llm: LLM, monkeypatch) -> None:
-        of = llm.engine.signals.of
+        of = PassSignals.of
 
-        def watched_of(seq, layer, num_slots, source):
-            signals = of(seq, layer, num_slots, source)
-            self._check(seq, layer, signals)
-            return signals
+        def watched_of(signals: PassSignals, layer: int) -> LayerSignals:
+            found = of(signals, layer)
+            if signals.signals is llm.engine.signals:
+                self._check(signals.seq, layer, found)
+            return found
 
-        monkeypatch.setattr(llm.engine.signals, "of", watched_of)
+        monkeypatch.setattr(PassSignals, "of", watched_of)
 
     def _check(self, seq: Sequence, layer: int, signals: LayerSignals) -> None:
         history, compressor = self.histories[seq.seq_id], seq.request.compressor

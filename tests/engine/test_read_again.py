@@ -58,7 +58,7 @@ def test_a_token_is_worth_what_a_repetition_pays_it(family, make_llm, calibrated
     for seen, wanted in zip(Recorder.seen, expected, strict=True):
         assert seen.logical_len == 110
         torch.testing.assert_close(seen.signals.read_again, wanted, atol=1e-5, rtol=1e-4)
-    assert llm.engine.signals._passes.kept == {}
+    assert llm.engine.signals.passes.kept == {}
     assert_idle(llm)
 
 
@@ -121,7 +121,7 @@ def test_kvzip_among_others_does_what_it_does_alone(policy, family, make_llm):
     assert [out.error for out in together] == [None] * 3
     assert [out.outputs[0].token_ids for out in together] == [out.outputs[0].token_ids for out in alone]
     assert [out.metrics.compactions for out in together] == [1, 1, 1]
-    assert llm.engine.signals._passes.kept == {}
+    assert llm.engine.signals.passes.kept == {}
     assert_idle(llm)
 
 

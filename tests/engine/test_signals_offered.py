@@ -53,7 +53,7 @@ def test_future_queries_attend_as_the_rows_to_come(family, make_llm, calibrated_
     earlier = Recorder.seen[layers - 1]
     skipped = last.logical_len - earlier.logical_len
     assert torch.equal(last.signals.future_queries, earlier.signals.future_queries[:, skipped:])
-    assert llm.engine.signals._passes.kept == {}
+    assert llm.engine.signals.passes.kept == {}
 
 
 def test_the_future_is_refused_where_it_is_not_known(make_llm):

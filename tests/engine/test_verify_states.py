@@ -80,7 +80,7 @@ def test_a_companion_holds_its_owners_bytes_where_the_policy_kept_them(
             layers = copier.compressed.layers
             there = held(engine.backend, layers, companions.memory, companion, length)
             for layer, (ours, full) in enumerate(zip(there, full_of(llm, target), strict=True)):
-                kept = engine.signals.positions(companion, layer, length).long()
+                kept = engine.signals.positions(companion, length)[layer].long()
                 for mine, whole in zip(ours, full, strict=True):
                     assert torch.equal(mine, whole.take_along_dim(kept[..., None], 1))
     assert num_seen > 20

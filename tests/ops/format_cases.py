@@ -126,7 +126,7 @@ def check_scores(rig: Rig, w: Filled, ask: int = 0, *, style: str = "half") -> N
         for values, x in ((False, k), (True, v)):
             got = rig.backend.token_norms(tokens, values=values)
             torch.testing.assert_close(got.cpu().double(), x.norm(dim=-1), rtol=1e-5, atol=1e-6)
-    if rig.backend.STACKS_LAYERS:
+    if rig.backend.NAME != "native":
         check_stacked(rig, w, ask, layout)
 
 

@@ -160,6 +160,10 @@ class PagedTokens:
         return cls(cache.stacked(layers), first + block_ids, num_tokens)
 
     @property
+    def is_stacked(self) -> bool:
+        return self.block_ids.ndim == 2
+
+    @property
     def num_heads(self) -> int:
         """KV heads of all its layers."""
         return self.block_ids.shape[:-1].numel() * self.cache.num_kv_heads

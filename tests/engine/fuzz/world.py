@@ -360,4 +360,4 @@ def num_signal_rows(engine: Engine) -> int:
     """Of all sequences, in all stores of the engine's signals."""
     signals = engine.signals
     stores = (*signals._queries.values(), signals._mass, signals.digests)
-    return sum(len(store._rows) for store in stores) + len(signals._passes.kept)
+    return sum(len(store._rows) for store in stores) + len(signals.passes.kept)

@@ -21,4 +21,4 @@ from kvreclaim.ops.reference.scores import token_norms as token_norms
 from kvreclaim.ops.reference.scores import trig_norm_scores as trig_norm_scores
 
 NAME = "reference"
-STACKS_LAYERS = True
+STACKS_LAYERS = False

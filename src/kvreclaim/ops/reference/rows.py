@@ -125,8 +125,9 @@ def gather_slots(x: Tensor, block_ids: Tensor, num_tokens: int) -> Tensor:
         x:         [B, K, S, D] in any strides and any dtype that can be indexed
         block_ids: [blocks] int64, at least ceil(T / S); of n stacked layers [n, blocks], for [n * K, T, D]
     """
-    blocks = x.index_select(0, block_ids.flatten()).unflatten(0, (-1, block_ids.shape[-1]))
-    return blocks.transpose(1, 2).reshape(len(blocks) * x.shape[1], -1, x.shape[-1])[:, :num_tokens]
+    count, (_, heads, size, dim) = block_ids.shape[:-1].numel(), x.shape
+    blocks = x.index_select(0, block_ids.flatten()).view(count, block_ids.shape[-1], heads, size, dim)
+    return blocks.transpose(1, 2).reshape(count * heads, block_ids.shape[-1] * size, dim)[:, :num_tokens]
 
 
 def write_kv(layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:

@@ -56,6 +56,7 @@ def gather_kernel(
     num_tokens,
     out_stride,
     L: tl.constexpr,
+    STACKED: tl.constexpr,
     SIDE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -66,7 +67,7 @@ def gather_kernel(
     head = tl.program_id(1)
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = tokens < num_tokens
-    rows = stacked_rows(block_ids, num_blocks, tokens, valid, head, L.KV_HEADS, L.S)
+    rows = stacked_rows(block_ids, num_blocks, tokens, valid, head, L.KV_HEADS, L.S, STACKED)
     if L.K_FORMAT == PLAIN:
         tile = load_tile(store, rows, valid, L, SIDE, True)
     else:

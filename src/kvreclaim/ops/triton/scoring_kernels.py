@@ -82,6 +82,7 @@ def trig_norm_kernel(
     num_tokens,
     num_queries,
     L: tl.constexpr,
+    STACKED: tl.constexpr,
     GROUP: tl.constexpr,
     BANDS: tl.constexpr,
     BAND_START: tl.constexpr,
@@ -107,7 +108,7 @@ def trig_norm_kernel(
     first_member = tl.program_id(1) % PIECES * GROUP_ROWS
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = tokens < num_tokens
-    rows = stacked_rows(block_ids, num_blocks, tokens, valid, head, L.KV_HEADS, L.S)
+    rows = stacked_rows(block_ids, num_blocks, tokens, valid, head, L.KV_HEADS, L.S, STACKED)
     member = first_member + tl.arange(0, TILE_ROWS) % GROUP_ROWS
     place = tl.arange(0, TILE_ROWS) // GROUP_ROWS
     heads = head * GROUP + member
@@ -163,6 +164,7 @@ def mixture_kernel(
     num_centers,
     num_offsets,
     L: tl.constexpr,
+    STACKED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -181,7 +183,7 @@ def mixture_kernel(
     head = tl.program_id(1)
     tokens = first_token + tile_id * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = tokens < stop_token
-    rows = stacked_rows(block_ids, num_blocks, tokens, valid, head, L.KV_HEADS, L.S)
+    rows = stacked_rows(block_ids, num_blocks, tokens, valid, head, L.KV_HEADS, L.S, STACKED)
     keys = tl.trans(load_real(store, rows, valid, L, 0))
     squares = keys * keys
     best = tl.full([BLOCK_N], 0, tl.float32)
@@ -223,14 +225,22 @@ def mixture_kernel(
 
 @triton.jit(do_not_specialize=["num_blocks", "num_tokens"])
 def norm_kernel(
-    store, out, block_ids, num_blocks, num_tokens, L: tl.constexpr, SIDE: tl.constexpr, BLOCK_N: tl.constexpr
+    store,
+    out,
+    block_ids,
+    num_blocks,
+    num_tokens,
+    L: tl.constexpr,
+    STACKED: tl.constexpr,
+    SIDE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """Program (tile, head): Euclidean norms of BLOCK_N keys (SIDE 0) or values of one head. A rotation keeps
     them."""
     head = tl.program_id(1)
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = tokens < num_tokens
-    rows = stacked_rows(block_ids, num_blocks, tokens, valid, head, L.KV_HEADS, L.S)
+    rows = stacked_rows(block_ids, num_blocks, tokens, valid, head, L.KV_HEADS, L.S, STACKED)
     tile = load_tile(store, rows, valid, L, SIDE, False)
     squares = tl.sum(tile * tile, axis=1)
     if L.LATENT and SIDE == 0:
@@ -255,6 +265,7 @@ def surrogate_kernel(
     num_blocks,
     num_tokens,
     L: tl.constexpr,
+    STACKED: tl.constexpr,
     BANDS: tl.constexpr,
     BAND_START: tl.constexpr,
     BAND_STEP: tl.constexpr,
@@ -272,7 +283,7 @@ def surrogate_kernel(
     head = tl.program_id(1)
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = tokens < num_tokens
-    rows = stacked_rows(block_ids, num_blocks, tokens, valid, head, L.KV_HEADS, L.S)
+    rows = stacked_rows(block_ids, num_blocks, tokens, valid, head, L.KV_HEADS, L.S, STACKED)
     if HAS_OWNERS:
         own = weights + tl.load(owners + tokens // L.S, mask=valid, other=0) * (VALUES + L.DV + 3)
     else:

@@ -18,10 +18,21 @@ def slot_rows(table, slots, valid, head, KV_HEADS: tl.constexpr, S: tl.constexpr
 
 
 @triton.jit
-def stacked_rows(tables, num_blocks, slots, valid, head, KV_HEADS: tl.constexpr, S: tl.constexpr):
-    """slot_rows of one of n * K heads in n stacked layers (PagedTokens), with tables [n, num_blocks]."""
-    table = tables + head // KV_HEADS * num_blocks
-    return slot_rows(table, slots, valid, head % KV_HEADS, KV_HEADS, S)
+def stacked_rows(
+    tables,
+    num_blocks,
+    slots,
+    valid,
+    head,
+    KV_HEADS: tl.constexpr,
+    S: tl.constexpr,
+    STACKED: tl.constexpr,
+):
+    """slot_rows; STACKED: of one of n * K heads in n layers (PagedTokens), with tables [n, num_blocks]."""
+    if STACKED:
+        tables += head // KV_HEADS * num_blocks
+        head = head % KV_HEADS
+    return slot_rows(tables, slots, valid, head, KV_HEADS, S)
 
 
 @triton.jit

@@ -123,6 +123,7 @@ def _gather(tokens: PagedTokens, out: Tensor, side: int) -> None:
             tokens.num_tokens,
             out.stride(1),
             L=layout_of(cache),
+            STACKED=tokens.is_stacked,
             SIDE=side,
             BLOCK_N=GATHER_TOKENS,
             num_warps=4,
