@@ -19,11 +19,11 @@ Layers = tuple[int, ...]
 StackSource = Callable[[Layers], KeySource]
 
 MAX_BYTES = 1 << 28
-"""Keys and values of stacked layers in fp32, which some policies copy out of the cache."""
+"""Keys and values of a stack's layers in fp32, which some policies copy out of the cache."""
 
 
 class LayerStacks:
-    """Layers in stacks: neighbours with the same rotation, window and scale.
+    """Layers in stacks: they have the same rotation, window and scale.
 
     layers: the model's layers that are scored
     """
@@ -33,6 +33,7 @@ class LayerStacks:
     ) -> None:
         self._facts, self._stats, self._layers = facts, stats, layers
         self._made: dict[Layers, tuple[LayerFacts, LayerStats | None]] = {}
+        self._joined: dict[Layers, LayerStats] = {}
         self._alike: dict[tuple[object, ...], list[int]] = {}
         for layer in layers:
             self._alike.setdefault(_kind(facts[layer]), []).append(layer)
@@ -44,7 +45,7 @@ class LayerStacks:
             return
         first = self._facts[0]
         of_layer = 4 * num_tokens * first.num_kv_heads * (first.head_dim + first.v_head_dim)
-        width = max(1, MAX_BYTES // of_layer)
+        width = 1 << max(0, (MAX_BYTES // of_layer).bit_length() - 1)  # a power of two: few stacks are made
         for alike in self._alike.values():
             yield from (tuple(alike[i : i + width]) for i in range(0, len(alike), width))
 
@@ -55,9 +56,18 @@ class LayerStacks:
             heads = sum(part.num_heads for part in parts), sum(part.num_kv_heads for part in parts)
             softmax = joined_softmax([part.softmax for part in parts])
             facts = replace(parts[0], num_heads=heads[0], num_kv_heads=heads[1], softmax=softmax)
-            stats = None if self._stats is None else _joined_stats([self._stats[layer] for layer in layers])
-            self._made[layers] = facts, stats
+            self._made[layers] = facts, self._stats_of(layers)
         return self._made[layers]
+
+    def _stats_of(self, layers: Layers) -> LayerStats | None:
+        """Return a stack's statistics: views of those of all layers of its kind."""
+        if self._stats is None or len(layers) == 1:
+            return None if self._stats is None else self._stats[layers[0]]
+        alike = tuple(next(each for each in self._alike.values() if layers[0] in each))
+        if alike not in self._joined:
+            self._joined[alike] = _joined_stats([self._stats[layer] for layer in alike])
+        first = alike.index(layers[0])
+        return _part(self._joined[alike], len(alike), slice(first, first + len(layers)))
 
 
 def joined_signals(parts: Sequence[LayerSignals], num_kv_heads: int) -> LayerSignals:
@@ -75,11 +85,19 @@ def joined_signals(parts: Sequence[LayerSignals], num_kv_heads: int) -> LayerSig
 
 
 def _joined_stats(parts: Sequence[LayerStats]) -> LayerStats:
-    if len(parts) == 1:
-        return parts[0]
-    names = parts[0].present()
+    """Join statistics of heads, layer by layer; no policy reads kvzap_in, which is of no head."""
+    names = [name for name in parts[0].present() if name != "kvzap_in"]
     rows: dict[str, Any] = {name: torch.cat([getattr(own, name) for own in parts]) for name in names}
-    return replace(parts[0], **rows)
+    return replace(parts[0], kvzap_in=None, **rows)
+
+
+def _part(stats: LayerStats, num_layers: int, layers: slice) -> LayerStats:
+    """Return views of some neighbours among num_layers joined layers."""
+    rows: dict[str, Any] = {
+        name: tensor.unflatten(0, (num_layers, -1))[layers].flatten(0, 1)
+        for name, tensor in stats.present().items()
+    }
+    return replace(stats, **rows)
 
 
 def _kind(facts: LayerFacts) -> tuple[object, ...]:

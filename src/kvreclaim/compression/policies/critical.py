@@ -37,6 +37,7 @@ class Critical(Wrapper):
 
     first_stage: float = option(0.5, low=0, high=1)
     name = "critical"
+    any_layers = False  # it reads W_o, which a stack would copy for all layers
     reranks = True
     unfit = (Trait.KEEPS_ALL, Trait.WHOLE_BLOCKS)
     remedy = "wrap a policy that ranks tokens, such as critical(snapkv)"
