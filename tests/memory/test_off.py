@@ -9,7 +9,7 @@ import kvreclaim.memory
 from kvreclaim.memory import MemoryManager
 
 ROOM = Path(kvreclaim.memory.__file__).parent
-OFF = {"offload.py", "pins.py", "residency.py", "groups/window.py", "windows.py"}
+OFF = {"pins.py", "residency.py", "groups/window.py", "windows.py"}
 
 
 def files_of(work) -> set[str]:

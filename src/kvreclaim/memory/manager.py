@@ -193,7 +193,7 @@ class MemoryManager:
         entries = match.entries[:length]  # behind which every window and the recurrent state are there
         rows = tuple(group.hits(entries) for group in self.windows)
         found = PrefixMatch(match.keys, entries, miss, windows=rows, num_indexed=len(match.entries))
-        return self.offload.with_lower(found, match, max_tokens) if self.offload.num_slots else found
+        return self.offload.with_lower(found, match, max_tokens)
 
     def can_admit(self, match: PrefixMatch, num_tokens: int) -> bool:
         """Return whether admit and then grow(num_tokens) would succeed."""
@@ -250,8 +250,7 @@ class MemoryManager:
         self.full.refuse_known(seq_id)
         for group in self.groups:
             group.begin(seq_id, match, priority)
-        if self.offload.num_slots:
-            self.offload.admitted(seq_id, self._tables[seq_id], match)
+        self.offload.admitted(seq_id, self._tables[seq_id], match)
 
     def pin(self, seq_id: int, retention: Sequence[Retention], owner: str | None = None) -> None:
         """Pin the full blocks of this sequence's beginning against reuse, up to max_pinned_fraction. Blocks
@@ -287,8 +286,7 @@ class MemoryManager:
         table = self._tables[seq_id]
         self.mark_active(seq_id)
         freed = sum([group.free(seq_id, table) for group in self.groups])
-        if self.offload.num_slots:
-            self.offload.freed(seq_id)
+        self.offload.freed(seq_id)
         return freed
 
     def mark_idle(self, seq_id: int) -> None:
@@ -325,8 +323,7 @@ class MemoryManager:
         if self._held:
             self.pool.release(self._held.elements())
             self._held.clear()
-        if self.offload.num_slots:
-            self.offload.release_copy_sources()
+        self.offload.release_copy_sources()
 
     def trim(self, seq_id: int) -> int:
         """Free a sequence's blocks after its written slots. Returns: how many."""
@@ -341,8 +338,7 @@ class MemoryManager:
             table.mark_inexact()
         for group in self.groups:
             group.commit(seq_id, table, num_tokens)
-        if self.offload.num_slots:
-            self.offload.committed(seq_id, table)
+        self.offload.committed(seq_id, table)
 
     def shrink(self, plan: CompactionPlan[int]) -> Shrunk:
         """Apply a planned table and release the other blocks, tail first: all or nothing.

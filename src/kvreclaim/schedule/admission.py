@@ -21,7 +21,7 @@ from kvreclaim.schedule.step import Admitted
 
 def own_slots(seq: ScheduledSequence, match: PrefixMatch, memory: KVMemory) -> int:
     """Slots that a sequence takes besides the blocks of its prefix match."""
-    if memory.offload.num_slots and memory.offload.parking.is_parked(seq.seq_id):
+    if memory.offload.parking.is_parked(seq.seq_id):
         return _slots_to_resume(seq, match, memory)
     known = len(seq.token_ids)
     slots = max(1, seq.footprint.slots_needed(seq.num_prompt, known) - match.num_tokens)

@@ -100,8 +100,8 @@ class StepPlanBuilder(Generic[Seq]):
             failed=tuple(self.failed),
             parked=tuple(parked),
             dropped=tuple(dropped),
-            swap_out=tuple(memory.offload.parking.pop_swap_outs()) if memory.offload.num_slots else (),
-            swap_in=tuple(memory.offload.pop_swap_ins()) if memory.offload.num_slots else (),
+            swap_out=tuple(memory.offload.parking.pop_swap_outs()),
+            swap_in=tuple(memory.offload.pop_swap_ins()),
         )
 
 
@@ -120,8 +120,7 @@ class SchedulerContext(Generic[Seq]):
 
     def is_parked(self, seq: Seq) -> bool:
         """Whether host slots keep the content of this sequence's blocks."""
-        offload = self.memory.offload
-        return bool(offload.num_slots) and offload.parking.is_parked(seq.seq_id)
+        return self.memory.offload.parking.is_parked(seq.seq_id)
 
     def match(self, seq: Seq) -> PrefixMatch:
         """Match the tokens of a waiting sequence that need not be computed."""
@@ -156,19 +155,16 @@ class SchedulerContext(Generic[Seq]):
                 return True
             if self.snapshots.has_missed(seq):
                 self.prefetch(seq)
-        return bool(self.memory.offload.num_slots) and self.memory.offload.must_wait(seq.seq_id)
+        return self.memory.offload.must_wait(seq.seq_id)
 
     def end_loading(self, seq: Seq) -> None:
         """End the reads of a sequence that has started or is gone."""
         if self.snapshots.below is not None:
             self.snapshots.leave(seq.seq_id)
-        if self.memory.offload.num_slots:
-            self.memory.offload.end_loading(seq.seq_id)
+        self.memory.offload.end_loading(seq.seq_id)
 
     def prefetch(self, seq: Seq) -> None:
         """Start reading the disk hits of a waiting sequence."""
-        if not self.memory.offload.num_slots:
-            return
         assert seq.keys is not None, f"sequence {seq.seq_id} was not added"
         self.memory.offload.end_loading(seq.seq_id)
         self.memory.offload.prefetch(seq.seq_id, seq.keys, seq.hit_limit)
