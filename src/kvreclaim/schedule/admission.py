@@ -132,8 +132,7 @@ class Admission(Generic[Seq]):
     def all(self, step: StepPlanBuilder[Seq]) -> None:
         """Start waiting sequences in turn while there are blocks, seats and tokens for them."""
         state = self.state
-        if self.in_flight.num_waiting:
-            self.in_flight.begin_step()
+        self.in_flight.begin_step()
         if not state.waiting.tenants:
             return
         if state.waiting.order is not None and step.shares is None and self._num_seats_left <= 0:
@@ -147,8 +146,7 @@ class Admission(Generic[Seq]):
                 step.deferred.add(seq.seq_id)
                 continue
             try:
-                may_wait = seq.awaits is not None or bool(state.running)
-                if may_wait and self.in_flight.must_wait(seq):
+                if self.in_flight.must_wait(seq):
                     step.deferred.add(seq.seq_id)
                 elif not step.token_budget(seq):
                     step.skipped.add(seq.tenant)
@@ -231,8 +229,7 @@ class Admission(Generic[Seq]):
         else:
             state.memory.admit(seq.seq_id, match, priority=seq.priority)
             seq.num_computed, seq.stops = match.num_tokens, state.memory.stops(seq.seq_id)
-            if state.memory.recurrent is not None:
-                self.in_flight.begun(seq)
+            self.in_flight.begun(seq)
         num_loaded = len(match.lower) * state.memory.block_size
         self._begin(seq, Admitted(seq.seq_id, match.num_tokens, num_loaded, parked), step)
         return True

@@ -109,8 +109,7 @@ class MetricsObserver:
                 self._advance(request, progress, now, before)
         self._note_gaps(before, now)
         self._take(engine)
-        residency = engine.memory.pool.residency
-        for sample in residency.drain() if residency.ended else ():
+        for sample in engine.memory.pool.residency.drain():
             self._observe("vllm:kv_block_lifetime_seconds", sample.lifetime_s)
             self._observe("vllm:kv_block_idle_before_evict_seconds", sample.idle_before_evict_s)
             for gap in sample.reuse_gaps_s:
