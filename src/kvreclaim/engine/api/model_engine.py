@@ -86,6 +86,7 @@ class ModelEngine:
         stats: StatsSource | None = None,
     ) -> None:
         self.loaded, self.stats_file, self._given_config = loaded, stats_file, config
+        self._given_stats = stats
         self.draft = load_draft(config, loaded, draft)
         spoken_for = loaded.mapped_bytes
         if self.draft is not None:
@@ -152,6 +153,8 @@ class ModelEngine:
                     f"{name} is {getattr(config, name)!r}, and the weights were loaded with "
                     f"{options[name]!r}; make another LLM."
                 )
+        if stats is None:
+            stats = self._given_stats
         other = type(self).__new__(type(self))
         ModelEngine.__init__(other, self.loaded, self.stats_file, config, self.compression, self.draft, stats)
         return other
