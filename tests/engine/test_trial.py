@@ -161,16 +161,21 @@ def test_a_share_takes_the_format_of_the_nearest_measured_one(found, share, near
     assert found.model_copy(update={"formats": ()}).format_at(share) is None
 
 
-def test_a_budget_in_bytes_chooses_the_format(found, stats, calibrated_dir) -> None:
-    """With policy and KV cache dtype left to choose; either that is named stays."""
+@pytest.fixture(scope="module")
+def best_in_int4(found, stats) -> QueryStats:
+    """Statistics in whose trial int4 loses least at every share."""
     rows = [
-        own.model_copy(update={"once": 9.0 if own.kv_cache_dtype != "int4" else 0.0}) for own in found.formats
+        own.model_copy(update={"once": 0.0 if own.kv_cache_dtype == "int4" else 9.0}) for own in found.formats
     ]
-    tried = stats.with_trial(found.model_copy(update={"formats": tuple(rows)}))
+    return stats.with_trial(found.model_copy(update={"formats": tuple(rows)}))
+
+
+def test_a_budget_in_bytes_chooses_the_format(best_in_int4, calibrated_dir) -> None:
+    """With policy and KV cache dtype left to choose; either that is named stays."""
     directory = calibrated_dir("llama")
 
     def form(policy: str, budget: object, **options: object) -> str:
-        config = CompressionConfig(policy, budget, recent=16, stats=tried)
+        config = CompressionConfig(policy, budget, recent=16, stats=best_in_int4)
         llm = LLM(directory, dtype="float32", device="cpu", num_blocks=60, compression=config, **options)
         (output,) = llm.generate([DOCUMENTS[0]], SamplingParams(temperature=0.0, max_tokens=2))
         assert output.error is None
@@ -183,6 +188,17 @@ def test_a_budget_in_bytes_chooses_the_format(found, stats, calibrated_dir) -> N
     assert form("auto", "10%", kv_cache_dtype="int8") == "int8"
     assert form("query_mixture", "10%") == "fp32"
     assert form("auto", 64) == "fp32"
+
+
+def test_verify_keeps_the_models_dtype(best_in_int4, calibrated_dir) -> None:
+    """The full cache verifies in the model's dtype, so the answer is that without compression."""
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    config = CompressionConfig(budget="20%", recent=16, verify=True, stats=best_in_int4)
+    options = {"dtype": "float32", "device": "cpu", "num_blocks": 60}
+    full, drafting = (LLM(calibrated_dir("llama"), compression=each, **options) for each in (None, config))
+    kept, verified = (llm.generate([DOCUMENTS[0]], params)[0] for llm in (full, drafting))
+    assert verified.outputs[0].token_ids == kept.outputs[0].token_ids
+    assert drafting.engine.kv_format.name == "fp32"
 
 
 def test_what_the_model_cannot_have_is_left_out_and_said(found) -> None:

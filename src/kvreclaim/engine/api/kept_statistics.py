@@ -69,11 +69,12 @@ def in_best_format(
     """The config with the KV cache dtype that suits `compression` best, if kv_cache_dtype is left to choose.
 
     With a share of the bytes and policy auto it is the one that lost least in the trial there. With max_loss
-    it is the one in which the loss curve's budgets take the fewest bytes.
+    it is the one in which the loss curve's budgets take the fewest bytes. With verify it is left alone: the
+    full cache that verifies is the model's own.
 
     Raises: InvalidArgumentError, StatsMismatchError for statistics that cannot be read.
     """
-    if compression is None or stats is None or config.kv_cache_dtype != AUTO:
+    if compression is None or stats is None or config.kv_cache_dtype != AUTO or compression.verify:
         return config
     if compression.max_loss is None and (compression.policy != AUTO or compression.budget_share is None):
         return config
