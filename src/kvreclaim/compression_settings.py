@@ -38,6 +38,12 @@ def parse_budget(given: object) -> int | float:
     if is_share and 0 < number <= 1:
         return number
     require(
+        not (number > 1 and str(given).rstrip().endswith("%")),
+        f"budget is {given!r}, and the full cache in the model's dtype is 100%; give a share up to 100%, as "
+        "in '20%', or a number of tokens, as in 2048.",
+        "budget",
+    )
+    require(
         1 <= number <= MAX_COUNT and number.is_integer(),
         f"budget is {given!r}; it must be at least 1 token, at most {MAX_COUNT}, as in 2048, or a share of "
         "the prompt's bytes in the model's dtype above 0, up to 1, as in 0.2 or '20%'.",

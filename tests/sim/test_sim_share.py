@@ -121,7 +121,7 @@ def test_each_prompt_of_a_simulation_has_its_own_budget(tmp_path) -> None:
     assert alone[0] != alone[1]
 
 
-@pytest.mark.parametrize("bad", ["0", "many", "1.5", "120%", "-0.2"])
+@pytest.mark.parametrize("bad", ["0", "many", "1.5", "120%", "200%", "20000%", "-0.2"])
 def test_bad_budgets_are_one_sentence(bad) -> None:
     with pytest.raises(InvalidArgumentError) as config:
         CompressionConfig("knorm", bad)
