@@ -202,13 +202,16 @@ class Options:
                     "KV cache dtype take different bytes; give a number of tokens.",
                     field="budget",
                 )
-            return settings.for_prompt(num_tokens, block_size, self.density)
-        curve = curve_in(self.stats, settings.max_loss)
-        found = _unless_full(settings.promised(curve, AUTO, num_tokens, block_size))
+            found: CompressionConfig | None = settings.for_prompt(num_tokens, block_size, self.density)
+            given, less = f"budget {100 * (settings.budget_share or 0):.4g}%", "ask for a smaller share"
+        else:
+            curve = curve_in(self.stats, settings.max_loss)
+            found = _unless_full(settings.promised(curve, AUTO, num_tokens, block_size))
+            given, less = f"max_loss {settings.max_loss}", "allow more loss"
         require(
             not is_bounded(self.settings) or found is None or found.budget <= self.settings.budget,
-            f"max_loss {settings.max_loss} takes {found and found.budget} tokens for this prompt, "
-            f"and this server was started with {self.settings.budget}; allow more loss, or give a budget.",
+            f"{given} takes {found and found.budget} tokens for this prompt, and this server was started "
+            f"with {self.settings.budget}; {less}, or give a budget in tokens.",
         )
         return found
 
@@ -241,7 +244,7 @@ class Options:
         if is_bounded(own):
             for name in ("budget", "interval"):
                 requested, limit = getattr(settings, name), getattr(own, name)
-                is_open = name == "budget" and settings.max_loss is not None  # until the prompt is known
+                is_open = name == "budget" and is_of_prompt(settings)  # until the prompt is known
                 require(
                     is_open or requested <= limit,
                     f"{name} is {requested} tokens; this server was started with {limit} and sized its "
