@@ -183,6 +183,11 @@ class CompressionSettings:
         return f"{self.policy}, {self.budget_in_words}"
 
     @property
+    def is_of_prompt(self) -> bool:
+        """Whether the budget is known only with the prompt's length."""
+        return self.max_loss is not None or self.budget_share is not None
+
+    @property
     def budget_in_words(self) -> str:
         """The budget, or what chooses it, for people."""
         if self.max_loss is not None:

@@ -215,7 +215,7 @@ class ModelEngine:
         use."""
         config, snapshots = spec.compression or self.compression, spec.option(SnapshotUse)
         at = None if snapshots is None else snapshots.compress_prompt_at
-        if config is None or (config.max_loss is None and config.budget_share is None):
+        if config is None or not config.is_of_prompt:
             return spec if spec.compression is config else replace(spec, compression=config)
         length = len(spec.prompt_token_ids)
         if at is not None:

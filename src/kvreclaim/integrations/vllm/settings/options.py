@@ -31,7 +31,6 @@ from kvreclaim.integrations.vllm.settings.max_loss import (
     curve_in,
     density_of,
     in_place_of_budget,
-    is_of_prompt,
 )
 from kvreclaim.integrations.vllm.settings.page_address import PageAddress
 from kvreclaim.refusals import Feature, refuse
@@ -193,7 +192,7 @@ class Options:
     ) -> CompressionConfig | None:
         """Settings of a request with the budget that a share, or max_loss, gives its prompt; None: everything
         stays. Raises: InvalidArgumentError."""
-        if settings is None or not is_of_prompt(settings):
+        if settings is None or not settings.is_of_prompt:
             return settings
         if settings.max_loss is None:
             if self.density is None:
@@ -244,7 +243,7 @@ class Options:
         if is_bounded(own):
             for name in ("budget", "interval"):
                 requested, limit = getattr(settings, name), getattr(own, name)
-                is_open = name == "budget" and is_of_prompt(settings)  # until the prompt is known
+                is_open = name == "budget" and settings.is_of_prompt  # until the prompt is known
                 require(
                     is_open or requested <= limit,
                     f"{name} is {requested} tokens; this server was started with {limit} and sized its "
