@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -22,6 +24,7 @@ from kvreclaim.compression.stats import QueryStats
 from kvreclaim.compression.trial import FORMATS, SHARES, FormatOutcome, Trial
 from kvreclaim.engine.api.llm import FOR_CALIBRATION
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
+from kvreclaim.kv_bytes import KV_BYTES
 from kvreclaim.model_paths import STATS_FILE
 
 DOCUMENTS = tiny.prompts((340, 400), seed=4)
@@ -188,6 +191,56 @@ def test_a_budget_in_bytes_chooses_the_format(best_in_int4, calibrated_dir) -> N
     assert form("auto", "10%", kv_cache_dtype="int8") == "int8"
     assert form("query_mixture", "10%") == "fp32"
     assert form("auto", 64) == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("best", "share", "whole"),
+    [
+        ("int4", 1.0, "auto"),
+        ("int4", 0.9, "int8"),
+        ("int4", 0.45, "int8+int4"),
+        ("int4", 0.3, "int4"),
+        ("int4", 0.25, None),
+        ("int8", 1.0, "auto"),
+        ("int8", 0.52, "int8"),
+        ("int8", 0.5, None),  # int8+int4 would fit, but it has lost more with more tokens
+        ("auto", 0.9, None),
+    ],
+)
+def test_where_a_full_cache_fits_the_format_is_the_widest(found, best, share, whole) -> None:
+    rows = [own.model_copy(update={"once": 9.0 * (own.kv_cache_dtype != best)}) for own in found.formats]
+    trial = found.model_copy(update={"formats": tuple(rows)})
+    densities = {
+        form: KV_BYTES["bf16" if form == "auto" else form].density(
+            KV_BYTES["bf16"], [SimpleNamespace(num_kv_heads=1, key_dims=64, v_head_dim=64)]
+        )
+        for form in FORMATS
+    }
+    assert trial.format_at(share) == best
+    assert trial.whole_format_at(share, densities) == whole
+
+
+def test_the_log_names_the_share_that_was_measured(best_in_int4, calibrated_dir, caplog) -> None:
+    logged = {}
+    for budget in ("100%", "90%", "50%", "12%"):
+        caplog.clear()
+        config = CompressionConfig(budget=budget, recent=16, stats=best_in_int4)
+        with caplog.at_level(logging.INFO):
+            llm = LLM(
+                calibrated_dir("llama"), dtype="float32", device="cpu", num_blocks=60, compression=config
+            )
+        (output,) = llm.generate([DOCUMENTS[0]], SamplingParams(temperature=0.0, max_tokens=2))
+        assert (output.metrics.tokens_evicted > 0) == (budget == "12%")
+        chosen = [line for line in caplog.messages if line.startswith("kv_cache_dtype is")]
+        logged[llm.engine.kv_format.name] = chosen
+    fits = "in which a full cache fits in {}% of its bytes in the model's dtype; name one to keep it"
+    assert logged == {
+        "fp32": [],
+        "int8": [f"kv_cache_dtype is int8, {fits.format(50)}"],
+        "int4": [
+            "kv_cache_dtype is int4, which lost least in the trial at 10% of the bytes; name one to keep it"
+        ],
+    }
 
 
 def test_verify_keeps_the_models_dtype(best_in_int4, calibrated_dir) -> None:

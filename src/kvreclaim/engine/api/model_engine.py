@@ -95,7 +95,7 @@ class ModelEngine:
             check_type("compression", compression, CompressionConfig)
         if stats is None:
             stats = stats_source(compression, stats_file)
-        config = in_best_format(config, compression, stats)
+        config = in_best_format(config, compression, stats, loaded.facts)
         with on_device(loaded.facts.device):
             limits = choose_limits(config, loaded.facts, spoken_for)
             self.engine = Engine(loaded, limits, FEATURES, self.draft, stats)
