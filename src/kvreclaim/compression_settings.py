@@ -199,6 +199,12 @@ class CompressionSettings:
     def __post_init__(self) -> None:
         self._read_budget()
         check_options(self)
+        require(
+            self.policy != FULL or self.budget_share is None,
+            f"policy 'full' keeps every token, and budget {self.budget_share} is a share of their bytes; "
+            "leave the budget out and name a KV cache dtype, or name a policy that evicts.",
+            "budget",
+        )
         self._check_max_loss()
         always = self.sinks + self.recent
         if self.budget == AUTO:

@@ -66,6 +66,7 @@ def test_statistics_are_a_path_or_themselves(stats):
         ({"budget": "200%"}, "budget is '200%', and the full cache"),
         ({"budget": " 20000 % "}, "budget is ' 20000 % ', and the full cache"),
         ({"budget": "0%"}, "budget is '0%'; it must be at least 1 token"),
+        ({"policy": "full", "budget": "25%"}, "policy 'full' keeps every token, and budget 0.25 is a share"),
         ({"budget": "-200%"}, "budget is '-200%'; it must be"),
         ({"budget": "nan%"}, "budget is 'nan%'"),
         ({"budget": 0.0}, "budget is 0.0"),

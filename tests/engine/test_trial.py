@@ -249,6 +249,30 @@ def test_the_log_names_the_share_that_was_measured(best_in_int4, calibrated_dir,
     }
 
 
+def test_statistics_without_a_trial_of_formats_keep_the_models_dtype(found, stats, make_llm, caplog) -> None:
+    tried = stats.with_trial(found.model_copy(update={"formats": ()}))
+    llm = make_llm("llama", compression=CompressionConfig(budget="20%", stats=tried))
+    assert llm.engine.kv_format.name == "fp32"
+    assert [line for line in caplog.messages if "kv_cache_dtype" in line] == [
+        "kv_cache_dtype stays fp32: the statistics hold no trial of formats; run `kvreclaim calibrate` for "
+        "this model, or name a format"
+    ]
+
+
+def test_a_share_below_what_is_always_kept_is_logged_once(make_llm, caplog) -> None:
+    llm = make_llm("llama", compression=CompressionConfig("knorm", "10%"))
+    params = SamplingParams(temperature=0.0, max_tokens=2)
+    short, *long = tiny.prompts((140, 300, 400), seed=7)
+    llm.generate([short], params)
+    assert caplog.messages == []
+    outputs = llm.generate(long, params)
+    assert [output.metrics.budget for output in outputs] == [144, 144]
+    assert caplog.messages == [
+        "budget is 10%, 30 tokens of a prompt of 300, but 144 stay, as sinks, recent tokens and recalled "
+        "pages are always kept; lower recent, or raise the budget"
+    ]
+
+
 def test_verify_keeps_the_models_dtype(best_in_int4, calibrated_dir) -> None:
     """The full cache verifies in the model's dtype, so the answer is that without compression."""
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

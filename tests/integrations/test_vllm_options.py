@@ -263,6 +263,9 @@ def test_a_requests_share_is_held_to_the_servers_tokens() -> None:
     ):
         tokens.of_prompt(settings, 2640, 16)
     assert share.of_prompt(share.of_request({"kv_compression": {"budget": "20%"}}), 9000, 16).budget == 1792
+    assert share.of_request({"kv_compression": {"policy": "full"}}) is None
+    with pytest.raises(InvalidArgumentError, match="policy 'full' keeps every token, and budget"):
+        share.of_request({"kv_compression": {"policy": "full", "budget": "20%"}})
     with pytest.raises(InvalidArgumentError, match="give a share up to 100%"):
         tokens.of_request({"kv_compression": {"budget": "200%"}})
 

@@ -182,11 +182,7 @@ def _in_format(
         for document in documents:
             _compute(engine, document)
             configs = {
-                (policy, share): engine.compressors.promised(
-                    CompressionConfig(policy, MAX_COUNT, stats=stats, budget_share=share),
-                    len(document.prompt),
-                )
-                for share in SHARES
+                (policy, share): _served_config(engine, document, policy, share, stats) for share in SHARES
             }
             for setting, row in _tried(engine, document, configs, refused):
                 found.setdefault(setting, []).append(row)
@@ -242,6 +238,14 @@ def _config(
     budget = share_in_blocks(fraction, len(document.prompt), engine.engine.memory.block_size, SINKS)
     recent = min(RECENT, budget // 4)  # leaves most of the budget to the scores
     return CompressionConfig(policy, budget, INTERVAL, SINKS, recent, stats=stats)
+
+
+def _served_config(
+    engine: LLM, document: LookupDocument, policy: str, share: float, stats: QueryStats
+) -> CompressionConfig:
+    config = CompressionConfig(policy, MAX_COUNT, stats=stats, budget_share=share)
+    block_size = engine.engine.memory.block_size
+    return config.for_prompt(len(document.prompt), block_size, engine.compressors.density)
 
 
 def _full(engine: LLM, document: LookupDocument) -> list[_AnswerScore]:

@@ -13,6 +13,7 @@ import torch
 
 from kvreclaim.compression.config import CompressionConfig, StatsSource
 from kvreclaim.compression.stats import QueryStats
+from kvreclaim.compression.stats_metadata import RECALIBRATE
 from kvreclaim.compression.trial import Trial
 from kvreclaim.compression_settings import AUTO
 from kvreclaim.config import EngineConfig
@@ -86,6 +87,9 @@ def in_best_format(
     form, why = None, ""
     if compression.budget_share is not None and found.trial is not None:
         form, why = _format_of_share(found.trial, compression.budget_share, facts)
+        if form is None:
+            text = "kv_cache_dtype stays %s: the statistics hold no trial of formats; %s, or name a format"
+            logger.warning(text, plain_format(facts.dtype).name, RECALIBRATE)
     if compression.max_loss is not None and found.curve is not None:
         form, share = found.curve.best_format(compression.max_loss, compression.content)
         why = f"which keeps max_loss {compression.max_loss:g} in the fewest bytes, {share:.0%} of a prompt's"

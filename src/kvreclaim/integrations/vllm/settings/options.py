@@ -22,7 +22,7 @@ from kvreclaim.compression.policy import CompressionPolicy, Signal
 from kvreclaim.compression.refusals import STATISTICS, policy_features
 from kvreclaim.compression.registry import make_policy
 from kvreclaim.compression.stats import QueryStats
-from kvreclaim.compression_settings import AUTO
+from kvreclaim.compression_settings import AUTO, FULL
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.settings import page_address as address
 from kvreclaim.integrations.vllm.settings.enabled import KEY, VARIABLE
@@ -181,6 +181,8 @@ class Options:
             requested = {**requested, "policy": self.settings.policy}
         if "policy" in requested and requested["policy"] != self.settings.policy:
             requested = {"options": {}, **requested}
+        if requested.get("policy") == FULL and self.settings.budget_share is not None:
+            requested = {"budget": None, **requested}
         settings = _changed(self.settings, in_place_of_budget(dict(requested)), KEY)
         if settings.max_loss is not None:
             settings.promised(curve_in(self.stats, settings.max_loss), AUTO, 1, 1)
