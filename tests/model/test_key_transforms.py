@@ -11,9 +11,9 @@ import torch
 
 from kvreclaim.calibrate.calibration import calibrate
 from kvreclaim.model.capture import capture_queries
-from kvreclaim.model.key_transforms import LENGTHS, LONGEST, SHORTEST, key_transforms, transforms_digest
+from kvreclaim.model.key_transforms import key_transforms, transforms_digest
 from kvreclaim.model.loader import load_model
-from kvreclaim.ops.facts import KeyStats, KeyTransform
+from kvreclaim.ops.key_transform import LENGTHS, LONGEST, SHORTEST, KeyStats, KeyTransform
 from kvreclaim.ops.rope import rotate
 
 
@@ -153,4 +153,7 @@ def test_digests_tell_transforms_apart():
     digests.add(transforms_digest(own))
     own[1].center[1, 3] = 2
     digests.add(transforms_digest(own))
-    assert len(digests) == 3
+    for gain in (2.0, 3.0):
+        along = torch.eye(16)[None, :1].expand(2, -1, -1), torch.full((2, 1), gain)
+        digests.add(transforms_digest([replace(each, directions=along[0], gains=along[1]) for each in own]))
+    assert len(digests) == 5
