@@ -38,6 +38,12 @@ def parse_budget(given: object) -> int | float:
     if is_share and 0 < number <= 1:
         return number
     require(
+        not (number > 1 and str(given).rstrip().endswith("%")),
+        f"budget is {given!r}, and the full cache in the model's dtype is 100%; give a share up to 100%, as "
+        "in '20%', or a number of tokens, as in 2048.",
+        "budget",
+    )
+    require(
         1 <= number <= MAX_COUNT and number.is_integer(),
         f"budget is {given!r}; it must be at least 1 token, at most {MAX_COUNT}, as in 2048, or a share of "
         "the prompt's bytes in the model's dtype above 0, up to 1, as in 0.2 or '20%'.",
@@ -177,6 +183,11 @@ class CompressionSettings:
         return f"{self.policy}, {self.budget_in_words}"
 
     @property
+    def is_of_prompt(self) -> bool:
+        """Whether the budget is known only with the prompt's length."""
+        return self.max_loss is not None or self.budget_share is not None
+
+    @property
     def budget_in_words(self) -> str:
         """The budget, or what chooses it, for people."""
         if self.max_loss is not None:
@@ -188,6 +199,12 @@ class CompressionSettings:
     def __post_init__(self) -> None:
         self._read_budget()
         check_options(self)
+        require(
+            self.policy != FULL or self.budget_share is None,
+            f"policy 'full' keeps every token, and budget {self.budget_share} is a share of their bytes; "
+            "leave the budget out and name a KV cache dtype, or name a policy that evicts.",
+            "budget",
+        )
         self._check_max_loss()
         always = self.sinks + self.recent
         if self.budget == AUTO:

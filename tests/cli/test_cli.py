@@ -77,6 +77,17 @@ def test_generate_with_compression_reports_blocks_freed(example):
     assert metrics["reclaim_efficiency"] == "1.00"
 
 
+@pytest.mark.parametrize("command", ["generate", "run"])
+def test_the_first_line_names_the_format_of_a_share(command, example):
+    arguments = (*DEMO, "--prompt", example[0], "--max-tokens", 2, "--kv-compression", "knorm")
+    shared = run(command, *arguments, "--kv-budget", "50%", "--kv-cache-dtype", "int8")
+    assert shared.exit_code == 0, shared.output
+    line = "compression: knorm, 50% of the prompt's bytes in the model's dtype; KV cache in int8"
+    assert shared.stderr.splitlines()[0] == line
+    tokens = run(command, *arguments)
+    assert tokens.stderr.splitlines()[0] == "compression: knorm, 2,048 tokens per KV head"
+
+
 def test_generate_as_json_has_rates_and_no_zeros(example):
     options = ("--prompt", example[0], "--max-tokens", 60)
     plain, result = run("generate", *DEMO, *options), run("generate", *DEMO, *options, "--json")

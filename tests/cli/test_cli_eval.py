@@ -96,6 +96,7 @@ def test_a_refused_cell_does_not_unless_nothing_is_left(model):
         (("--policies", "segments(knorm"), "parentheses"),
         (("--policies", ""), "policies"),
         (("--budgets", "0.5,0"), "above 0"),
+        (("--budgets", "10%,200%"), "give a share up to 100%"),
         (("--budgets", "2"), "2"),
         (("--budgets", "half"), "--budgets is 'half'"),
         (("--seeds", "0,x"), "--seeds is '0,x'"),

@@ -266,7 +266,7 @@ def test_beams_that_are_compressed_score_as_teacher_forcing_does(make_llm, polic
     assert_idle(llm)
 
 
-@pytest.mark.parametrize("form", ["int8", "int4", "turboquant4"])
+@pytest.mark.parametrize("form", ["int8", "int8+int4", "int4", "turboquant4"])
 @pytest.mark.parametrize("policy", [None, *MOVING[:2]])
 def test_beams_that_give_way_are_the_same_in_every_format(make_llm, monkeypatch, form, policy):
     config = None if policy is None else small(policy, budget=32)

@@ -26,7 +26,7 @@ def check_empty(llm):
     assert llm.engine.memory.offload.parking.num_parked == llm.engine.memory.offload.host.pool.num_in_use == 0
 
 
-@pytest.mark.parametrize("form", ["fp32", "bf16", "int8", "int4", "turboquant4"])
+@pytest.mark.parametrize("form", ["fp32", "bf16", "int8", "int8+int4", "int4", "turboquant4"])
 @pytest.mark.parametrize("policy", [None, *MOVING[:2], "ada_kv(snapkv(window=3),alpha=0)", "quest"])
 def test_they_find_what_they_would_have_found(make_llm, monkeypatch, form, policy):
     """To the bit, in formats whose blocks would be others if they were computed again, too."""

@@ -45,7 +45,7 @@ def saved(llm, path, compression=None, **more):
     return llm.save_session(prompt, path, compression=compression or config())
 
 
-@pytest.mark.parametrize("form", ["fp32", "int4"])
+@pytest.mark.parametrize("form", ["fp32", "int4", "int8+int4"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy(policy, form, tmp_path, make_llm):
     compression, options = config(policy, budget=50), {"kv_cache_dtype": form}

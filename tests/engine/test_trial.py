@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -22,6 +24,7 @@ from kvreclaim.compression.stats import QueryStats
 from kvreclaim.compression.trial import FORMATS, SHARES, FormatOutcome, Trial
 from kvreclaim.engine.api.llm import FOR_CALIBRATION
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
+from kvreclaim.kv_bytes import KV_BYTES
 from kvreclaim.model_paths import STATS_FILE
 
 DOCUMENTS = tiny.prompts((340, 400), seed=4)
@@ -101,7 +104,7 @@ def test_a_candidates_row_is_what_score_says_under_its_budget(found, stats, look
     (row,) = [row for row in found.outcomes if (row.policy, row.fraction) == ("query_mixture", 0.2)]
     budgets, lost = [], []
     for document in (*TOLD, lookup):
-        budgets.append(round(len(document.prompt) * 0.2 / 16) * 16)
+        budgets.append(int(len(document.prompt) * 0.2) // 16 * 16)
         recent = min(64, budgets[-1] // 4)
         config = CompressionConfig("query_mixture", budgets[-1], 128, 4, recent, stats=stats)
         for each in document.questions:
@@ -120,29 +123,35 @@ def test_a_candidates_row_is_what_score_says_under_its_budget(found, stats, look
 
 
 def test_formats_are_compared_at_equal_bytes(found, stats, lookup, calibrated_dir) -> None:
-    """Of 16 dims a token takes 128 bytes a head in fp32, 35 in int8: 3.66 times the tokens."""
+    """With the settings of serving. Of 16 dims a token takes 128 bytes a head in fp32, 35 in int8 and 20 in
+    int4; sinks and recent tokens, 132, leave at least 144."""
     assert {own.kv_cache_dtype for own in found.formats} == set(FORMATS)
     by = {(own.kv_cache_dtype, own.share): own for own in found.formats}
     documents = (*TOLD, lookup)
     for share in SHARES:
-        for form, density in (("auto", 1), ("int8", 128 / 35)):
-            tokens = [max(round(len(each.prompt) * share * density / 16), 1) * 16 for each in documents]
+        for form, density in (("auto", 1), ("int8", 128 / 35), ("int4", 128 / 20)):
+            tokens = [max(int(len(each.prompt) * share * density) // 16 * 16, 144) for each in documents]
             assert by[form, share].budget == pytest.approx(sum(tokens) / 3)
+            llm = LLM(calibrated_dir("llama"), dtype="float32", device="cpu", kv_cache_dtype=form)
+            config = CompressionConfig(found.best, share, stats=stats)
+            assert tokens == [llm.compressors.promised(config, len(each.prompt)).budget for each in documents]
         losses = {form: found.lost(by[form, share]) for form in FORMATS}
         assert losses[found.format_at(share)] == min(losses.values())
-    (same,) = [row for row in found.outcomes if (row.policy, row.fraction) == (found.best, 0.2)]
-    assert (by["auto", 0.2].once, by["auto", 0.2].asked) == pytest.approx((same.once, same.asked), abs=1e-6)
     llm = LLM(calibrated_dir("llama"), dtype="float32", device="cpu", num_blocks=200).sibling(
         stats=stats, kv_cache_dtype="int8"
     )
-    budget = max(round(len(lookup.prompt) * 0.05 * 128 / 35 / 16), 1) * 16
-    config = CompressionConfig(found.best, budget, 128, 4, budget // 4, stats=stats)
-    lost = []
-    for each in (lookup.questions[0], lookup.questions[2]):
-        (output,) = llm.score([lookup.prompt], [[*each.question, *each.answer]], config)
-        logprobs = output.logprobs[len(each.question) :]
-        lost.append(-sum(logprobs) / len(logprobs))
-    assert by["int8", 0.05].asked == pytest.approx(sum(lost) / 2, abs=1e-6)
+    budget = int(len(lookup.prompt) * 0.2 * 128 / 35) // 16 * 16
+    for config in (CompressionConfig(found.best, n, stats=stats) for n in (budget, "20%")):
+        lost = []
+        for each in (lookup.questions[0], lookup.questions[2]):
+            read = {
+                "prompt_token_ids": lookup.prompt + each.question,
+                "compress_prompt_at": len(lookup.prompt),
+            }
+            (output,) = llm.score([read], [each.answer], config)
+            assert output.metrics.budget == budget
+            lost.append(-sum(output.logprobs) / len(output.logprobs))
+        assert by["int8", 0.2].asked == pytest.approx(sum(lost) / 2, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -161,16 +170,21 @@ def test_a_share_takes_the_format_of_the_nearest_measured_one(found, share, near
     assert found.model_copy(update={"formats": ()}).format_at(share) is None
 
 
-def test_a_budget_in_bytes_chooses_the_format(found, stats, calibrated_dir) -> None:
-    """With policy and KV cache dtype left to choose; either that is named stays."""
+@pytest.fixture(scope="module")
+def best_in_int4(found, stats) -> QueryStats:
+    """Statistics in whose trial int4 loses least at every share."""
     rows = [
-        own.model_copy(update={"once": 9.0 if own.kv_cache_dtype != "int4" else 0.0}) for own in found.formats
+        own.model_copy(update={"once": 0.0 if own.kv_cache_dtype == "int4" else 9.0}) for own in found.formats
     ]
-    tried = stats.with_trial(found.model_copy(update={"formats": tuple(rows)}))
+    return stats.with_trial(found.model_copy(update={"formats": tuple(rows)}))
+
+
+def test_a_budget_in_bytes_chooses_the_format(best_in_int4, calibrated_dir) -> None:
+    """With policy and KV cache dtype left to choose; either that is named stays."""
     directory = calibrated_dir("llama")
 
     def form(policy: str, budget: object, **options: object) -> str:
-        config = CompressionConfig(policy, budget, recent=16, stats=tried)
+        config = CompressionConfig(policy, budget, recent=16, stats=best_in_int4)
         llm = LLM(directory, dtype="float32", device="cpu", num_blocks=60, compression=config, **options)
         (output,) = llm.generate([DOCUMENTS[0]], SamplingParams(temperature=0.0, max_tokens=2))
         assert output.error is None
@@ -183,6 +197,91 @@ def test_a_budget_in_bytes_chooses_the_format(found, stats, calibrated_dir) -> N
     assert form("auto", "10%", kv_cache_dtype="int8") == "int8"
     assert form("query_mixture", "10%") == "fp32"
     assert form("auto", 64) == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("best", "share", "whole"),
+    [
+        ("int4", 1.0, "auto"),
+        ("int4", 0.9, "int8"),
+        ("int4", 0.45, "int8+int4"),
+        ("int4", 0.3, "int4"),
+        ("int4", 0.25, None),
+        ("int8", 1.0, "auto"),
+        ("int8", 0.52, "int8"),
+        ("int8", 0.5, None),  # int8+int4 would fit, but it has lost more with more tokens
+        ("auto", 0.9, None),
+    ],
+)
+def test_where_a_full_cache_fits_the_format_is_the_widest(found, best, share, whole) -> None:
+    rows = [own.model_copy(update={"once": 9.0 * (own.kv_cache_dtype != best)}) for own in found.formats]
+    trial = found.model_copy(update={"formats": tuple(rows)})
+    densities = {
+        form: KV_BYTES["bf16" if form == "auto" else form].density(
+            KV_BYTES["bf16"], [SimpleNamespace(num_kv_heads=1, key_dims=64, v_head_dim=64)]
+        )
+        for form in FORMATS
+    }
+    assert trial.format_at(share) == best
+    assert trial.whole_format_at(share, densities) == whole
+
+
+def test_the_log_names_the_share_that_was_measured(best_in_int4, calibrated_dir, caplog) -> None:
+    logged = {}
+    for budget in ("100%", "90%", "50%", "12%"):
+        caplog.clear()
+        config = CompressionConfig(budget=budget, recent=16, stats=best_in_int4)
+        with caplog.at_level(logging.INFO):
+            llm = LLM(
+                calibrated_dir("llama"), dtype="float32", device="cpu", num_blocks=60, compression=config
+            )
+        (output,) = llm.generate([DOCUMENTS[0]], SamplingParams(temperature=0.0, max_tokens=2))
+        assert (output.metrics.tokens_evicted > 0) == (budget == "12%")
+        chosen = [line for line in caplog.messages if line.startswith("kv_cache_dtype is")]
+        logged[llm.engine.kv_format.name] = chosen
+    fits = "in which a full cache fits in {}% of its bytes in the model's dtype; name one to keep it"
+    assert logged == {
+        "fp32": [],
+        "int8": [f"kv_cache_dtype is int8, {fits.format(50)}"],
+        "int4": [
+            "kv_cache_dtype is int4, which lost least in the trial at 10% of the bytes; name one to keep it"
+        ],
+    }
+
+
+def test_statistics_without_a_trial_of_formats_keep_the_models_dtype(found, stats, make_llm, caplog) -> None:
+    tried = stats.with_trial(found.model_copy(update={"formats": ()}))
+    llm = make_llm("llama", compression=CompressionConfig(budget="20%", stats=tried))
+    assert llm.engine.kv_format.name == "fp32"
+    assert [line for line in caplog.messages if "kv_cache_dtype" in line] == [
+        "kv_cache_dtype stays fp32: the statistics hold no trial of formats; run `kvreclaim calibrate` for "
+        "this model, or name a format"
+    ]
+
+
+def test_a_share_below_what_is_always_kept_is_logged_once(make_llm, caplog) -> None:
+    llm = make_llm("llama", compression=CompressionConfig("knorm", "10%"))
+    params = SamplingParams(temperature=0.0, max_tokens=2)
+    short, *long = tiny.prompts((140, 300, 400), seed=7)
+    llm.generate([short], params)
+    assert caplog.messages == []
+    outputs = llm.generate(long, params)
+    assert [output.metrics.budget for output in outputs] == [144, 144]
+    assert caplog.messages == [
+        "budget is 10%, 30 tokens of a prompt of 300, but 144 stay, as sinks, recent tokens and recalled "
+        "pages are always kept; lower recent, or raise the budget"
+    ]
+
+
+def test_verify_keeps_the_models_dtype(best_in_int4, calibrated_dir) -> None:
+    """The full cache verifies in the model's dtype, so the answer is that without compression."""
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    config = CompressionConfig(budget="20%", recent=16, verify=True, stats=best_in_int4)
+    options = {"dtype": "float32", "device": "cpu", "num_blocks": 60}
+    full, drafting = (LLM(calibrated_dir("llama"), compression=each, **options) for each in (None, config))
+    kept, verified = (llm.generate([DOCUMENTS[0]], params)[0] for llm in (full, drafting))
+    assert verified.outputs[0].token_ids == kept.outputs[0].token_ids
+    assert drafting.engine.kv_format.name == "fp32"
 
 
 def test_what_the_model_cannot_have_is_left_out_and_said(found) -> None:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import csv
 import html
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tiny
 from guess import POLICIES, SMALL, Guess
 
 from kvreclaim import LLM, CompressionConfig, demo_model
+from kvreclaim.calibrate.calibration import calibrate
+from kvreclaim.cli.eval import _engine
+from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval import Answer, Item, TaskScore, evaluate
 from kvreclaim.eval.html import write_html
-from kvreclaim.eval.runner import BatchRunner
+from kvreclaim.eval.journal import JOURNAL
+from kvreclaim.eval.plan import EvalPlan, TaskOptions
+from kvreclaim.eval.runner import BatchRunner, open_runners
 from kvreclaim.eval.tables import task_table
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -214,3 +221,44 @@ def test_auto_is_named_beside_what_the_statistics_name(tmp_path):
 def test_auto_without_a_trial_is_one_sentence(llm):
     with pytest.raises(InvalidArgumentError, match="policy auto is what calibration finds best"):
         evaluate(llm, ["auto"], [0.5], [Guess()], **SMALL)
+
+
+@pytest.fixture(scope="module")
+def stats_files(llm, tmp_path_factory) -> list[Path]:
+    """Statistics of two sets of documents, which give two key transforms."""
+    directory = tmp_path_factory.mktemp("stats")
+    files = [directory / f"{seed}.safetensors" for seed in (5, 6)]
+    for seed, file in zip((5, 6), files, strict=True):
+        calibrate(llm.loaded, tiny.prompts((150, 80), seed=seed), num_centers=4).save(file)
+    return files
+
+
+def test_keys_are_centred_by_the_plans_statistics(llm, stats_files, tmp_path):
+    """In the first format and in the others, as in an engine with a compression that names the file."""
+    first, second = stats_files
+    served = llm.sibling(stats=second, kv_cache_dtype="int4")
+    for own in (llm.sibling(kv_cache_dtype="int4"), llm.sibling(stats=first, kv_cache_dtype="int4"), llm):
+        assert own.engine.kv_format != served.engine.kv_format
+        runners = open_runners(own, EvalPlan(kv_cache_dtypes=["int4", "int8", "fp32"], stats=second))
+        assert runners["int4"].llm.engine.kv_format == served.engine.kv_format
+        assert runners["int8"].llm.engine.kv_format.transform == served.engine.kv_format.transform != ""
+        assert (runners["fp32"].llm is own) == (own is llm)
+        settings = {**SMALL, "kv_cache_dtypes": ["int4"], "stats": second, "out": tmp_path}
+        (row,) = evaluate(own, ["full"], [1.0], [Guess()], **settings).rows
+        cells = [each.outcome for each in direct(served, "full", 1.0)[:5]]
+        assert row.value == sum(each.points for each in cells) / sum(each.out_of for each in cells)
+    evaluate(llm, ["full"], [1.0], [Guess()], **settings | {"stats": first})
+    lines = [json.loads(line) for line in (tmp_path / JOURNAL).read_text().splitlines()]
+    formats = [line["about"]["kv_format"] for line in lines if "about" in line]
+    assert formats == [
+        each.engine.kv_format.fingerprint
+        for each in (served, llm.sibling(stats=first, kv_cache_dtype="int4"))
+    ]
+
+
+def test_the_commands_engine_has_the_plans_key_transform(model, llm, stats_files):
+    plan = EvalPlan(kv_cache_dtypes=["int4", "int8"], stats=str(stats_files[1]))
+    made = _engine(model, plan, EngineConfig(), ["recall"], TaskOptions(num_tokens=64), dtype="float32")
+    assert open_runners(made, plan)["int4"].llm is made
+    assert made.sibling().engine.kv_format == made.engine.kv_format
+    assert made.engine.kv_format.transform != ""

@@ -252,6 +252,24 @@ def test_a_share_is_refused_where_layers_take_different_bytes() -> None:
     assert options.of_prompt(options.of_request({"kv_compression": {"budget": 512}}), 1000, 16).budget == 512
 
 
+def test_a_requests_share_is_held_to_the_servers_tokens() -> None:
+    """Its budget is known with the prompt; a server that has a share itself sets no limit."""
+    tokens, share = read(policy="knorm", budget=512), read(policy="knorm", budget="5%")
+    settings = tokens.of_request({"kv_compression": {"budget": "20%"}})
+    assert tokens.of_prompt(settings, 1000, 16).budget == 192
+    assert tokens.of_prompt(settings, 2639, 16).budget == 512
+    with pytest.raises(
+        InvalidArgumentError, match=r"budget 20% takes 528 tokens for this prompt, .* with 512"
+    ):
+        tokens.of_prompt(settings, 2640, 16)
+    assert share.of_prompt(share.of_request({"kv_compression": {"budget": "20%"}}), 9000, 16).budget == 1792
+    assert share.of_request({"kv_compression": {"policy": "full"}}) is None
+    with pytest.raises(InvalidArgumentError, match="policy 'full' keeps every token, and budget"):
+        share.of_request({"kv_compression": {"policy": "full", "budget": "20%"}})
+    with pytest.raises(InvalidArgumentError, match="give a share up to 100%"):
+        tokens.of_request({"kv_compression": {"budget": "200%"}})
+
+
 def vllm_config(cache_dtype: str) -> Any:
     """A model in bf16 with heads of 128."""
     model = SimpleNamespace(dtype=torch.bfloat16, get_head_size=lambda: 128)

@@ -35,7 +35,7 @@ BACKENDS = [reference] if native.unavailable_reason() else [reference, native]
 PLAIN_SHAPES = [shape for shape in SHAPES.values() if not shape.latent]
 
 
-@pytest.fixture(params=["fp32", "int8", "fp8_e4m3", "int4", "turboquant4"])
+@pytest.fixture(params=["fp32", "int8", "int8+int4", "fp8_e4m3", "int4", "turboquant4"])
 def form(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

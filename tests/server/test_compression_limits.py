@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import httpx2
 import pytest
@@ -10,9 +11,12 @@ from running import MODEL, Running, running_server
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
 from kvreclaim.compression.registry import policy_names
+from kvreclaim.engine.request.spec import RequestSpec
+from kvreclaim.engine.serving.served import ServedModel
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.server.base.config import ServerConfig
-from kvreclaim.server.shared.compression import check_limits
+from kvreclaim.server.base.errors import ApiError
+from kvreclaim.server.shared.compression import check_budget, check_limits
 
 PROMPT = [5 + i % 200 for i in range(150)]
 BODIES = {
@@ -98,12 +102,77 @@ def test_the_servers_own_settings_are_never_refused() -> None:
     check_limits(CompressionConfig("snapkv(window=90)", 190, 5, 2, 16), own, LIMITS)
     for asked, words in (
         (CompressionConfig("knorm", 200, 3, 2, 16), "ask for 4 or more"),
-        (CompressionConfig("knorm", 201, 4, 2, 16), "ask for 200 or less"),
         (CompressionConfig("snapkv(window=101)", 200, 4, 2, 16), "window of 100 or less"),
         (CompressionConfig("full", 200), "'full' keeps every token, but this server keeps 200 at most"),
     ):
         with pytest.raises(InvalidArgumentError, match=words):
             check_limits(asked, own, LIMITS)
+
+
+@pytest.fixture(scope="module")
+def in_shares() -> Iterator[Running]:
+    """Keeps half of each prompt, and has a limit below."""
+    own = CompressionConfig("knorm", "50%", 16, 2, 16)
+    with running_server(LLM(demo_model(), num_blocks=128, compression=own), max_kv_budget=48) as running:
+        yield running
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_share_is_held_to_the_limit_once_its_prompt_is_known(
+    bounded: Running, path: str, stream: bool
+) -> None:
+    served = ask(bounded, path, {**SMALL, "budget": "1%"})
+    assert served.status_code == 200, served.text
+    assert served.json()["usage"]["kv_cache"]["budget"] == 32  # 2 sinks, 16 recent tokens and one more
+    body = {"model": MODEL, "max_tokens": 2, "stream": stream, **BODIES[path]}
+    refused = httpx2.post(
+        bounded.base_url + path, json={**body, "kv_compression": {**SMALL, "budget": 0.9}}, timeout=60
+    )
+    assert refused.status_code == 400, refused.text
+    message = refused.json()["error"]["message"]
+    assert message.startswith("kv_compression: budget is 90%, ")
+    assert message.endswith(" of this prompt, but this server keeps 64 at most; ask for 64 or less.")
+
+
+def test_a_servers_share_allows_what_it_gives_the_prompt(in_shares: Running) -> None:
+    """Half of 150 tokens is 64 in whole blocks."""
+    path = "/v1/completions"
+    for budget in (64, "50%", "45%"):
+        assert ask(in_shares, path, {**SMALL, "budget": budget}).status_code == 200
+    for budget, given in ((65, "65 tokens"), (100_000, "100000 tokens"), ("60%", "60%, 80 tokens of this")):
+        refused = ask(in_shares, path, {**SMALL, "budget": budget})
+        assert refused.status_code == 400, refused.text
+        assert f"budget is {given}" in refused.json()["error"]["message"]
+        assert "keeps 64 at most; ask for 64 or less" in refused.json()["error"]["message"]
+    own = httpx2.post(in_shares.base_url + path, json={"model": MODEL, "max_tokens": 2, "prompt": PROMPT * 3})
+    assert own.json()["usage"]["kv_cache"]["budget"] == 224
+    over = ask(in_shares, path, {**SMALL, "budget": "200%"})
+    assert "give a share up to 100%" in over.json()["error"]["message"]
+
+
+def test_max_loss_is_held_to_the_servers_own() -> None:
+    served = ServedModel.of(LLM(demo_model(), num_blocks=64))
+    losing, tokens = CompressionConfig(max_loss=0.05), CompressionConfig("knorm", 64, recent=16)
+
+    def check(config: CompressionConfig, own: CompressionConfig | None) -> None:
+        spec = RequestSpec(prompt_token_ids=PROMPT, params=SamplingParams(), compression=config)
+        check_budget(spec, replace(served, compression=own), 64)
+
+    for config, own in ((losing, losing), (replace(losing, max_loss=0.1), losing), (tokens, losing)):
+        check(config, own)
+    for config, own in (
+        (losing, None),
+        (losing, tokens),
+        (replace(losing, max_loss=0.01), losing),
+        (losing, replace(losing, content="prose")),
+        (replace(tokens, budget=65), losing),
+    ):
+        with pytest.raises(ApiError, match="this server keeps 64 at most; ask for 64 or less"):
+            check(config, own)
+    check(replace(tokens, budget=200), replace(tokens, budget=200))
+    with pytest.raises(ApiError, match="budget is 201 tokens, but this server keeps 200 at most"):
+        check(replace(tokens, budget=201), replace(tokens, budget=200))
 
 
 def test_keeping_everything_is_no_more_than_a_server_does_that_compresses_nothing() -> None:

@@ -121,7 +121,7 @@ def test_each_prompt_of_a_simulation_has_its_own_budget(tmp_path) -> None:
     assert alone[0] != alone[1]
 
 
-@pytest.mark.parametrize("bad", ["0", "many", "1.5", "120%", "-0.2"])
+@pytest.mark.parametrize("bad", ["0", "many", "1.5", "120%", "200%", "20000%", "-0.2"])
 def test_bad_budgets_are_one_sentence(bad) -> None:
     with pytest.raises(InvalidArgumentError) as config:
         CompressionConfig("knorm", bad)
@@ -148,3 +148,12 @@ def test_a_share_without_one_length_is_refused(command, message) -> None:
     assert result.exit_code == 2, result.output
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "command", [(*PLAN, "--context", "300"), (*SIMULATE, "--requests", "2", "--rate", "1")]
+)
+def test_a_share_of_the_full_cache_is_refused(command) -> None:
+    result = CliRunner().invoke(app, [*command, "--compression", "full:budget=20%"])
+    assert result.exit_code == 2, result.output
+    assert "policy 'full' keeps every token, and budget 0.2" in result.stderr

@@ -30,6 +30,8 @@ from kvreclaim.engine.request.outputs import ScoreOutput
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError, UnsupportedModelError
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.options import MAX_COUNT
+from kvreclaim.schedule.budget.footprint import share_in_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +112,7 @@ def try_candidates(
     stats:      statistics that the candidates read
     documents:  from prose_document, then from lookup_documents; stats must not be fitted to them
     candidates: policy specs; those that the model does not support are skipped
-    fractions:  fractions of a document that stay, rounded to blocks
+    fractions:  fractions of a document that stay, rounded down to blocks
     formats:    KV cache dtypes for a trial of the best candidate at equal bytes; those that the model does
                 not support are skipped
 
@@ -135,8 +137,11 @@ def try_candidates(
     with bar:
         for document, group in itertools.product(documents, groups):
             left = [policy for policy in group if policy not in refused]
-            settings = list(itertools.product(left, fractions))
-            for setting, row in _tried(engine, document, settings, stats, refused):
+            configs = {
+                (policy, fraction): _config(engine, document, policy, fraction, stats)
+                for policy, fraction in itertools.product(left, fractions)
+            }
+            for setting, row in _tried(engine, document, configs, refused):
                 found.setdefault(setting, []).append(row)
             bar.update()
     rows = {setting: row for setting, row in found.items() if setting[0] not in refused}
@@ -168,15 +173,18 @@ def _in_format(
     places: Mapping[str, Sequence[tuple[int, int]]],
     policy: str,
 ) -> list[FormatOutcome]:
-    """Return the policy's outcomes with this KV cache dtype; none if the model does not support it."""
+    """Return the policy's outcomes with this KV cache dtype, with the settings of serving; none if the model
+    does not support it."""
     refused: dict[str, str] = {}
     found: dict[_Setting, list[_Row]] = {}
     try:
         engine = _engine_for(llm, documents, kv_cache_dtype=form, stats=stats)
         for document in documents:
             _compute(engine, document)
-            settings = [(policy, share) for share in SHARES]
-            for setting, row in _tried(engine, document, settings, stats, refused):
+            configs = {
+                (policy, share): _served_config(engine, document, policy, share, stats) for share in SHARES
+            }
+            for setting, row in _tried(engine, document, configs, refused):
                 found.setdefault(setting, []).append(row)
     except (InvalidArgumentError, UnsupportedModelError) as error:
         refused[policy] = str(error)
@@ -224,14 +232,20 @@ def _served(
     return tuple(served), refused
 
 
-def _budget(engine: LLM, document: LookupDocument, fraction: float) -> int:
-    block, density = engine.engine.memory.block_size, float(engine.compressors.density)
-    return max(round(len(document.prompt) * fraction * density / block), 1) * block
-
-
-def _config(policy: str, budget: int, stats: QueryStats) -> CompressionConfig:
+def _config(
+    engine: LLM, document: LookupDocument, policy: str, fraction: float, stats: QueryStats
+) -> CompressionConfig:
+    budget = share_in_blocks(fraction, len(document.prompt), engine.engine.memory.block_size, SINKS)
     recent = min(RECENT, budget // 4)  # leaves most of the budget to the scores
     return CompressionConfig(policy, budget, INTERVAL, SINKS, recent, stats=stats)
+
+
+def _served_config(
+    engine: LLM, document: LookupDocument, policy: str, share: float, stats: QueryStats
+) -> CompressionConfig:
+    config = CompressionConfig(policy, MAX_COUNT, stats=stats, budget_share=share)
+    block_size = engine.engine.memory.block_size
+    return config.for_prompt(len(document.prompt), block_size, engine.compressors.density)
 
 
 def _full(engine: LLM, document: LookupDocument) -> list[_AnswerScore]:
@@ -248,27 +262,26 @@ def _compute(engine: LLM, document: LookupDocument) -> None:
 def _tried(
     engine: LLM,
     document: LookupDocument,
-    settings: Sequence[_Setting],
-    stats: QueryStats,
+    configs: Mapping[_Setting, CompressionConfig],
     refused: dict[str, str],
 ) -> Iterator[tuple[_Setting, _Row]]:
     """Yield the outcome of each setting, all in one batch. Failing policies are added to `refused`."""
-    budgets = [_budget(engine, document, fraction) for _, fraction in settings]
-    policies = [policy for policy, _ in settings]
     try:
-        outputs = _score(engine, document, list(map(_config, policies, budgets, itertools.repeat(stats))))
+        outputs = _score(engine, document, list(configs.values()))
     except KVReclaimError as error:  # raised for one policy, before any request ran
-        alone = {name: [setting for setting in settings if setting[0] == name] for name in policies}
-        if len(alone) == 1:
-            refused[policies[0]] = str(error)
+        policies = dict.fromkeys(policy for policy, _ in configs)
+        if len(policies) == 1:
+            refused[next(iter(policies))] = str(error)
         else:
-            for own in alone.values():
-                yield from _tried(engine, document, own, stats, refused)
+            for policy in policies:
+                own = {setting: config for setting, config in configs.items() if setting[0] == policy}
+                yield from _tried(engine, document, own, refused)
         return
     count = len(document.questions)
-    for number, (setting, budget) in enumerate(zip(settings, budgets, strict=True)):
+    for number, (setting, config) in enumerate(configs.items()):
         try:
-            yield setting, (budget, _answer_scores(document, outputs[number * count : (number + 1) * count]))
+            scores = _answer_scores(document, outputs[number * count : (number + 1) * count])
+            yield setting, (config.budget, scores)
         except KVReclaimError as error:
             refused[setting[0]] = str(error)
 

@@ -12,6 +12,7 @@ import typer
 
 from kvreclaim.checks import require
 from kvreclaim.cli.help import HELP_ALL, HelpAll
+from kvreclaim.compression_settings import parse_budget
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
 from kvreclaim.options import Setting, settings_of
 
@@ -145,12 +146,14 @@ def usage_errors() -> Iterator[None]:
 
 
 def numbers_in(flag: str, value: str, kind: type[int] | type[float]) -> list[int | float]:
-    """Comma-separated numbers. Raises: InvalidArgumentError."""
+    """Comma-separated numbers; floats may be shares in per cent. Raises: InvalidArgumentError."""
     try:
         return [
-            kind(part) if kind is int or not part.endswith("%") else float(part[:-1]) / 100
+            kind(part) if kind is int or not part.endswith("%") else parse_budget(part)
             for part in names_in(value)
         ]
+    except InvalidArgumentError:
+        raise
     except ValueError as error:
         example = "1024,8192" if kind is int else "0.5,0.25"
         raise InvalidArgumentError(

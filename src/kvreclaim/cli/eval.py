@@ -151,6 +151,7 @@ def _engine(
         "num_blocks": copies * (blocks_for(longest, engine.block_size) + 1) * plan.batch_size,
         "max_num_seqs": plan.batch_size,
         "kv_cache_dtype": plan.kv_cache_dtypes[0],
+        "stats": plan.stats,
     }
     if has_ruler:  # a document is one chunk, so that it is compressed once
         whole_batch["max_num_batched_tokens"] = max(engine.max_num_batched_tokens, longest)

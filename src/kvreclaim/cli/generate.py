@@ -86,6 +86,7 @@ def generate(
         chosen, at_start = opt.with_calibration(compression, calibrate)
         options = asdict(engine) | {"max_num_seqs": 1, "calibrate": at_start, "compression": chosen}
         started = LLM(path, dtype=dtype, device=device, **options)
+    chosen = started.compression
     with closing(started) as llm, llm.compressed(None):  # the request names it; a session is saved whole
         request: dict[str, Any] = {"prompt": prompt, "compress_prompt_at": compress_prompt_at}
         if chat:
@@ -115,6 +116,8 @@ def _stream(
     last: RequestOutput | None = None
     for last in llm.stream(prompt, params, compression):
         if last.metrics.num_generated_tokens <= 1:
+            if compression is not None:
+                opt.tell(opt.compression_line(llm, compression))
             typer.echo(llm.engine.kernels, err=True)
         if not as_json:
             text = last.outputs[0].text

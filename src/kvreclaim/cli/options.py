@@ -101,6 +101,12 @@ def with_calibration(
     return compression, None if compression.stats is not None else partial(calibrate_at_start, say=say)
 
 
+def compression_line(llm: LLM, config: CompressionConfig) -> str:
+    """Policy and budget, and the KV cache dtype where the budget is in bytes."""
+    form = f"; KV cache in {llm.engine.kv_format.name}" if config.is_of_prompt else ""
+    return f"compression: {config.in_words}{form}"
+
+
 Calibrate = Annotated[
     bool,
     typer.Option(

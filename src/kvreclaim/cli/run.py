@@ -133,7 +133,7 @@ def compression_for(llm: LLM) -> CompressionConfig | None:
     from kvreclaim import CompressionConfig
 
     if llm.compression is not None:
-        opt.tell(f"compression: {llm.compression.in_words}")
+        opt.tell(opt.compression_line(llm, llm.compression))
         return llm.compression
     try:
         require(

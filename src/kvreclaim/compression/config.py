@@ -228,8 +228,7 @@ class CompressionConfig(CompressionSettings):
 
     def in_blocks(self, block_size: int) -> CompressionConfig:
         """Round the budget to blocks of this size, if heads keep unequal numbers."""
-        unknown = self.max_loss is not None or self.budget_share is not None
-        if unknown or not self.make_policy().eviction_method.uneven:
+        if self.is_of_prompt or not self.make_policy().eviction_method.uneven:
             return self
         budget = budget_in_blocks(self.budget, block_size, self.sinks + self.recent)
         return self if budget == self.budget else replace(self, budget=budget)

@@ -6,11 +6,15 @@ calibration tries them and stores the results in the statistics file.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from fractions import Fraction
 from math import log
 from statistics import mean
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt, model_validator
+
+from kvreclaim.compression_settings import AUTO
 
 CANDIDATES = (
     "shares(surrogate, floor=0.2)",
@@ -141,5 +145,19 @@ class Trial(_Frozen):
         None if formats were not tried."""
         if not self.formats:
             return None
-        nearest = min((outcome.share for outcome in self.formats), key=lambda own: abs(log(own / share)))
+        nearest = self.measured_share(share)
         return min((own for own in self.formats if own.share == nearest), key=self.lost).kv_cache_dtype
+
+    def measured_share(self, share: float) -> float:
+        """Return the share at which formats were tried with the nearest logarithm."""
+        return min((outcome.share for outcome in self.formats), key=lambda own: abs(log(own / share)))
+
+    def whole_format_at(self, share: float, densities: Mapping[str, Fraction]) -> str | None:
+        """Return the widest KV cache dtype in which a full cache fits in the share; None if there is none, or
+        only dtypes narrower than that of format_at, which lost more than it at the measured share.
+
+        densities: KVBytes.density of each dtype of `formats`
+        """
+        least = densities[self.format_at(share) or AUTO]
+        fit = [form for form, own in densities.items() if own * Fraction(str(share)) >= 1 and own <= least]
+        return min(fit, key=densities.__getitem__, default=None)

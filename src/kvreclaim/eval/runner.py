@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.engine.api.llm import LLM
+from kvreclaim.engine.step.assembly import stored_facts
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval.agreement import Divergence, FullRows
 from kvreclaim.eval.budget import FormatStorage
@@ -235,19 +236,28 @@ def _joined(answers: Sequence[TimedAnswer], answer: Answer) -> TimedAnswer:
 
 
 def open_runners(llm: LLM, plan: EvalPlan) -> dict[str, BatchRunner]:
-    """Return a runner for each KV format of the plan, over the same weights; the caller's engine serves its
-    own format, and formats of two names share one."""
+    """Return a runner for each KV format of the plan, over the same weights. The caller's engine serves its
+    own format if its key transform is that of the plan's statistics. Formats of two names share an engine."""
     facts, config = llm.engine.groups.facts, llm.engine.config
     stats = _load_stats(llm, plan)
-    engines = {llm.engine.kv_format.name: llm}
+    engines: dict[str, LLM] = {}
     runners: dict[str, BatchRunner] = {}
     for name in plan.kv_cache_dtypes:
         storage = FormatStorage.of(name, facts, config.block_size)
         if storage.name not in engines:
-            engines[storage.name] = llm.sibling(kv_cache_dtype=storage.name)
+            engines[storage.name] = _in_format(llm, storage.name, None if plan.stats is None else stats)
         first = next(iter(runners.values()), None)
         runners[name] = BatchRunner(engines[storage.name], plan, storage, stats, first)
     return runners
+
+
+def _in_format(llm: LLM, name: str, stats: QueryStats | None) -> LLM:
+    """Return an engine with a KV format and the key transform of `stats`; None: the caller's transform."""
+    form = llm.engine.kv_format
+    is_own = name == form.name
+    if is_own and (stats is None or stored_facts(llm.loaded, llm.engine.config, stats)[1] == form):
+        return llm
+    return llm.sibling(stats=stats, kv_cache_dtype=name)
 
 
 def _load_stats(llm: LLM, plan: EvalPlan) -> QueryStats | None:

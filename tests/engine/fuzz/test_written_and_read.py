@@ -51,7 +51,7 @@ def test_equal_numbers(writer, machine, oracle):
     assert world.counts["hit tokens"] > 0
 
 
-FORMATS = ("bf16", "fp16", "int8", "fp8_e4m3", "int4", "turboquant4")
+FORMATS = ("bf16", "fp16", "int8", "int8+int4", "fp8_e4m3", "int4", "turboquant4")
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)

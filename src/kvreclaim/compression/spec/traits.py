@@ -120,7 +120,7 @@ def _split(text: str) -> tuple[str, CompressionSettings]:
             continue
         require(value.isdecimal(), f"{text!r}: {name} is {value!r}; it must be a number of tokens.")
         settings[name] = int(value)
-    return policy, CompressionSettings(**settings)
+    return policy, CompressionSettings(policy, **settings)
 
 
 def _traits(spec: Spec) -> Footprint:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from threading import Lock, RLock
 
@@ -58,6 +59,7 @@ class Compressors:
         self.density, self._kv_cache_dtype = kv_format.density(own, facts.layers), kv_format.dtype_name(own)
         self._kept: dict[CompressionConfig, Compressor] = {}
         self._stats: dict[str, QueryStats] = {}
+        self._has_warned = False
         self._making, self._looking = RLock(), Lock()
 
     def kept(self, config: CompressionConfig) -> Compressor | None:
@@ -103,9 +105,26 @@ class Compressors:
         Raises: InvalidArgumentError, StatsMismatchError.
         """
         if config.max_loss is None:
-            return config.for_prompt(num_tokens, self._block_size, self.density)
+            found = config.for_prompt(num_tokens, self._block_size, self.density)
+            self._warn_of_least(config, found, num_tokens)
+            return found
         stats = self._checked(config)
         return self._promised(config.resolved(stats, repr(self._facts.name)), stats, num_tokens)
+
+    def _warn_of_least(self, config: CompressionConfig, found: CompressionConfig, num_tokens: int) -> None:
+        """Log once that the tokens that are always kept exceed a share of the prompt."""
+        share = config.budget_share
+        if self._has_warned or share is None or found.budget >= num_tokens:
+            return
+        tokens = int(Fraction(str(share)) * num_tokens * self.density)
+        if tokens >= found.budget:
+            return
+        self._has_warned = True
+        text = (
+            "budget is %.4g%%, %d tokens of a prompt of %d, but %d stay, as sinks, recent tokens and "
+            "recalled pages are always kept; lower recent, or raise the budget"
+        )
+        logger.warning(text, 100 * share, tokens, num_tokens, found.budget)
 
     def _promised(
         self, config: CompressionConfig, stats: QueryStats | None, num_tokens: int

@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvreclaim.beams import BeamSearchParams
-from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.compression.config import CompressionConfig, StatsSource
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.api.chat import Message, num_system_tokens, render_chat
 from kvreclaim.engine.api.kept_statistics import statistics_file
@@ -44,8 +44,10 @@ class LLM(ModelEngine):
         dtype:        "auto", "float32", "bfloat16", "float16"
         device:       "auto", "cpu", "cuda"
         compression:  of requests without their own; None keeps every token
+        stats:        statistics for the key transform of a coded cache; None: those of `compression`,
+                      otherwise the model's
         calibrate:    writes stats_file, such as calibrate.statistics.calibrate_at_start; called at the start,
-                      with an LLM of this model, if there is no such file and `compression` names none
+                      with an LLM of this model, if there is no such file and no statistics are named
         engine_options: fields of EngineConfig. A max_model_len is refused if the pool cannot hold one
                       sequence of that length under `compression`
 
@@ -59,6 +61,7 @@ class LLM(ModelEngine):
         dtype: str = "auto",
         device: str = "auto",
         compression: CompressionConfig | None = None,
+        stats: StatsSource | None = None,
         calibrate: Callable[[LLM], object] | None = None,
         **engine_options: Any,
     ) -> None:
@@ -77,11 +80,11 @@ class LLM(ModelEngine):
             cache_packed_weights=config.cache_packed_weights,
         )
         stats_file = statistics_file(model, loaded)
-        is_named = getattr(compression, "stats", None) is not None
+        is_named = stats is not None or getattr(compression, "stats", None) is not None
         if calibrate is not None and not (is_named or stats_file.is_file()):
             super().__init__(loaded, stats_file, _measuring(config), None)
             calibrate(self)
-        super().__init__(loaded, stats_file, config, compression)
+        super().__init__(loaded, stats_file, config, compression, stats=stats)
 
     def generate(
         self,

@@ -86,6 +86,7 @@ class ModelEngine:
         stats: StatsSource | None = None,
     ) -> None:
         self.loaded, self.stats_file, self._given_config = loaded, stats_file, config
+        self._given_stats = stats
         self.draft = load_draft(config, loaded, draft)
         spoken_for = loaded.mapped_bytes
         if self.draft is not None:
@@ -94,7 +95,7 @@ class ModelEngine:
             check_type("compression", compression, CompressionConfig)
         if stats is None:
             stats = stats_source(compression, stats_file)
-        config = in_best_format(config, compression, stats)
+        config = in_best_format(config, compression, stats, loaded.facts)
         with on_device(loaded.facts.device):
             limits = choose_limits(config, loaded.facts, spoken_for)
             self.engine = Engine(loaded, limits, FEATURES, self.draft, stats)
@@ -152,6 +153,8 @@ class ModelEngine:
                     f"{name} is {getattr(config, name)!r}, and the weights were loaded with "
                     f"{options[name]!r}; make another LLM."
                 )
+        if stats is None:
+            stats = self._given_stats
         other = type(self).__new__(type(self))
         ModelEngine.__init__(other, self.loaded, self.stats_file, config, self.compression, self.draft, stats)
         return other
@@ -212,7 +215,7 @@ class ModelEngine:
         use."""
         config, snapshots = spec.compression or self.compression, spec.option(SnapshotUse)
         at = None if snapshots is None else snapshots.compress_prompt_at
-        if config is None or (config.max_loss is None and config.budget_share is None):
+        if config is None or not config.is_of_prompt:
             return spec if spec.compression is config else replace(spec, compression=config)
         length = len(spec.prompt_token_ids)
         if at is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from kvreclaim.compression.config import CompressionConfig
@@ -45,6 +46,7 @@ class ServedModel:
                  request may have
     compression: default of requests without their own
     config:      EngineConfig's fields as they were chosen; kv_format: of the cache; kv_bytes: of its pool
+    density:     KVBytes.density of the cache's format
     has_end:     whether the model has an end-of-sequence token
     """
 
@@ -59,6 +61,7 @@ class ServedModel:
     config: dict[str, Any]
     kv_format: str
     kv_bytes: int
+    density: Fraction
     has_end: bool
 
     @classmethod
@@ -77,5 +80,6 @@ class ServedModel:
             config=dataclasses.asdict(engine.config),
             kv_format=engine.kv_format.name,
             kv_bytes=engine.memory.pool.num_blocks * engine.cache.bytes_per_block,
+            density=llm.compressors.density,
             has_end=bool(llm.loaded.eos_token_ids),
         )

@@ -7,6 +7,8 @@ import dataclasses
 from kvreclaim.checks import require
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression_settings import AUTO
+from kvreclaim.engine.features.snapshots.feature import SnapshotUse
+from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.served import ServedModel
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.server.base.config import ServerConfig
@@ -43,8 +45,8 @@ def compression_of(given: KVCompression, served: ServedModel, limits: ServerConf
 
 
 def check_limits(config: CompressionConfig, own: CompressionConfig | None, limits: ServerConfig) -> None:
-    """Check a request's compression, because it slows all requests of a batch. The server's own is never
-    refused. Raises: InvalidArgumentError."""
+    """Check all of a request's compression but its budget, because it slows all requests of a batch. The
+    server's own is never refused. Raises: InvalidArgumentError."""
     policy = config.make_policy()
     least, most, window = (
         limits.min_kv_compression_interval,
@@ -57,7 +59,7 @@ def check_limits(config: CompressionConfig, own: CompressionConfig | None, limit
         keeps_all = own.verify or not chosen.eviction_method.evicts
         least, window = min(least, own.interval), max(window, chosen.query_window)
         window = max(window, own.recalled.every if own.recalled is not None else 0)
-        most = None if most is None else max(most, own.budget)
+        most = most if most is None or own.is_of_prompt else max(most, own.budget)
     require(
         config.interval >= least or policy.prompt_only or not policy.eviction_method.evicts,
         f"interval is {config.interval} tokens, but this server allows no interval below {least}; "
@@ -75,21 +77,38 @@ def check_limits(config: CompressionConfig, own: CompressionConfig | None, limit
         "ask for tokens:N with N no larger.",
     )
     require(
-        most is None or config.max_loss is None or config.budget <= most,
-        f"max_loss may keep every token, but this server keeps {most} at most; ask for a budget of {most} or "
-        "less.",
-    )
-    require(
-        most is None or config.budget_share is None or config.budget <= most,
-        f"budget is {config.budget_share} of the prompt's bytes, but this server keeps {most} at most; ask "
-        f"for {most} or less.",
-    )
-    require(
-        most is None or config.budget <= most,
-        f"budget is {config.budget} tokens, but this server keeps {most} at most; ask for {most} or less.",
-    )
-    require(
         most is None or keeps_all or (policy.eviction_method.evicts and not config.verify),
         f"{'verify' if config.verify else 'policy ' + repr(config.policy)} keeps every token, but this "
         f"server keeps {most} at most; ask for a policy that evicts, with a budget of {most} or less.",
     )
+
+
+def check_budget(prompt: RequestSpec, served: ServedModel, most: int | None) -> None:
+    """Check the budget that a request's compression gives its prompt: at most `most` tokens, or what the
+    server's own gives it. Raises: ApiError 400."""
+    config, own = prompt.compression, served.compression
+    if most is None or config is None:
+        return
+    snapshots = prompt.option(SnapshotUse)
+    length = (snapshots and snapshots.compress_prompt_at) or len(prompt.prompt_token_ids)
+    budget = config.for_prompt(length, served.block_size, served.density).budget
+    if own is not None and (own.max_loss is None or _loses_as_much(config, own)):
+        most = max(most, own.for_prompt(length, served.block_size, served.density).budget)
+    given = f"budget is {budget} tokens"
+    if config.budget_share is not None:
+        given = f"budget is {100 * config.budget_share:.4g}%, {budget} tokens of this prompt"
+    if config.max_loss is not None:
+        given = "max_loss may keep every token"
+    if budget > most:
+        raise ApiError(
+            400,
+            f"kv_compression: {given}, but this server keeps {most} at most; ask for {most} or less.",
+            "kv_compression",
+        )
+
+
+def _loses_as_much(config: CompressionConfig, own: CompressionConfig) -> bool:
+    """Whether max_loss keeps no more than the server's own."""
+    assert own.max_loss is not None, "check_budget has checked it"
+    lost = config.max_loss is not None and config.max_loss >= own.max_loss
+    return lost and own.content in (None, config.content)

@@ -28,7 +28,7 @@ from kvreclaim.server.base.fields import KVCompression
 from kvreclaim.server.base.identity import Tenant
 from kvreclaim.server.base.vocabulary import Vocabulary
 from kvreclaim.server.http.workers import Workers, default_threads
-from kvreclaim.server.shared.compression import compression_of
+from kvreclaim.server.shared.compression import check_budget, compression_of
 from kvreclaim.server.shared.output_format import OutputFormat, output_format
 from kvreclaim.server.shared.tool_prompt import in_system, in_user, plain_turns, tools_text
 
@@ -235,6 +235,8 @@ class Service:
         """
         tenant, n = prompts[0].tenant, prompts[0].num_sequences
         self.check_room(tenant, len(prompts), n)
+        for prompt in prompts:
+            check_budget(prompt, self.engine.served, self.config.max_kv_budget)
         with self.room.take(tenant, len(prompts) * n):
             async with self._queued(request_id, prompts) as streams:
                 yield streams

@@ -41,11 +41,6 @@ def in_place_of_budget(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def is_of_prompt(settings: CompressionConfig) -> bool:
-    """Return whether the budget depends on the prompt's length."""
-    return settings.max_loss is not None or settings.budget_share is not None
-
-
 def density_of(config: Any) -> Fraction | None:
     """Return the tokens in vLLM's --kv-cache-dtype that take the bytes of one in the model's dtype.
 

@@ -22,7 +22,7 @@ from kvreclaim.compression.policy import CompressionPolicy, Signal
 from kvreclaim.compression.refusals import STATISTICS, policy_features
 from kvreclaim.compression.registry import make_policy
 from kvreclaim.compression.stats import QueryStats
-from kvreclaim.compression_settings import AUTO
+from kvreclaim.compression_settings import AUTO, FULL
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.settings import page_address as address
 from kvreclaim.integrations.vllm.settings.enabled import KEY, VARIABLE
@@ -31,7 +31,6 @@ from kvreclaim.integrations.vllm.settings.max_loss import (
     curve_in,
     density_of,
     in_place_of_budget,
-    is_of_prompt,
 )
 from kvreclaim.integrations.vllm.settings.page_address import PageAddress
 from kvreclaim.refusals import Feature, refuse
@@ -182,6 +181,8 @@ class Options:
             requested = {**requested, "policy": self.settings.policy}
         if "policy" in requested and requested["policy"] != self.settings.policy:
             requested = {"options": {}, **requested}
+        if requested.get("policy") == FULL and self.settings.budget_share is not None:
+            requested = {"budget": None, **requested}
         settings = _changed(self.settings, in_place_of_budget(dict(requested)), KEY)
         if settings.max_loss is not None:
             settings.promised(curve_in(self.stats, settings.max_loss), AUTO, 1, 1)
@@ -193,7 +194,7 @@ class Options:
     ) -> CompressionConfig | None:
         """Settings of a request with the budget that a share, or max_loss, gives its prompt; None: everything
         stays. Raises: InvalidArgumentError."""
-        if settings is None or not is_of_prompt(settings):
+        if settings is None or not settings.is_of_prompt:
             return settings
         if settings.max_loss is None:
             if self.density is None:
@@ -202,13 +203,16 @@ class Options:
                     "KV cache dtype take different bytes; give a number of tokens.",
                     field="budget",
                 )
-            return settings.for_prompt(num_tokens, block_size, self.density)
-        curve = curve_in(self.stats, settings.max_loss)
-        found = _unless_full(settings.promised(curve, AUTO, num_tokens, block_size))
+            found: CompressionConfig | None = settings.for_prompt(num_tokens, block_size, self.density)
+            given, less = f"budget {100 * (settings.budget_share or 0):.4g}%", "ask for a smaller share"
+        else:
+            curve = curve_in(self.stats, settings.max_loss)
+            found = _unless_full(settings.promised(curve, AUTO, num_tokens, block_size))
+            given, less = f"max_loss {settings.max_loss}", "allow more loss"
         require(
             not is_bounded(self.settings) or found is None or found.budget <= self.settings.budget,
-            f"max_loss {settings.max_loss} takes {found and found.budget} tokens for this prompt, "
-            f"and this server was started with {self.settings.budget}; allow more loss, or give a budget.",
+            f"{given} takes {found and found.budget} tokens for this prompt, and this server was started "
+            f"with {self.settings.budget}; {less}, or give a budget in tokens.",
         )
         return found
 
@@ -241,7 +245,7 @@ class Options:
         if is_bounded(own):
             for name in ("budget", "interval"):
                 requested, limit = getattr(settings, name), getattr(own, name)
-                is_open = name == "budget" and settings.max_loss is not None  # until the prompt is known
+                is_open = name == "budget" and settings.is_of_prompt  # until the prompt is known
                 require(
                     is_open or requested <= limit,
                     f"{name} is {requested} tokens; this server was started with {limit} and sized its "

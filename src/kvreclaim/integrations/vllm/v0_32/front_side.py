@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.settings.enabled import CENTRED, is_enabled
 from kvreclaim.integrations.vllm.settings.groups import is_full, most_other_blocks
-from kvreclaim.integrations.vllm.settings.max_loss import budget_text, check_cache_dtype, is_of_prompt
+from kvreclaim.integrations.vllm.settings.max_loss import budget_text, check_cache_dtype
 from kvreclaim.integrations.vllm.settings.options import KEY, Options, is_bounded
 from kvreclaim.integrations.vllm.settings.patching import wrap
 from kvreclaim.integrations.vllm.settings.speculation import drafts_of
@@ -203,7 +203,7 @@ def check_request(request: Any, vllm_config: Any, prompt: object = None) -> None
         if settings is not None and not request.resumable:
             block_size = vllm_config.cache_config.block_size
             settings = chat_side.protected(request.sampling_params, settings, prompt, block_size)
-        if settings is not None and is_of_prompt(settings):
+        if settings is not None and settings.is_of_prompt:
             check_cache_dtype(settings, vllm_config)
             settings = options.of_prompt(settings, _num_prompt(request), vllm_config.cache_config.block_size)
         if settings is not None and request.resumable and KEY in (extra_args or {}):
