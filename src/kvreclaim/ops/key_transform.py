@@ -153,8 +153,10 @@ def transform_of(own: KeyStats, rope: RopeLayout, max_position: int, *, is_centr
     return KeyTransform(scale, center, own.directions, own.gains)
 
 
-def directions_of(own: KeyTransform, keys: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
-    """Return directions [K, R, D] and gains [K, R] that balance what a transform's scales leave.
+def directions_of(
+    own: KeyTransform, keys: Tensor, queries: Tensor, most: int = DIRECTIONS
+) -> tuple[Tensor, Tensor]:
+    """Return directions [K, R, D] and gains [K, R], R <= most, that balance what a transform's scales leave.
 
     keys, queries: [K, D, D] second moments of centred keys and of their queries, rotated
     """
@@ -163,7 +165,7 @@ def directions_of(own: KeyTransform, keys: Tensor, queries: Tensor) -> tuple[Ten
     root, inverse = _power(k, 0.5), _power(k, -0.5)
     squares, vectors = torch.linalg.eigh(inverse @ _power(root @ q @ root, 0.5) @ inverse)
     logs = squares.log() - squares.log().mean(-1, keepdim=True)
-    found = logs.abs().argsort(-1, descending=True)[:, :DIRECTIONS]
+    found = logs.abs().argsort(-1, descending=True)[:, :most]
     directions = vectors.transpose(1, 2).gather(1, found[..., None].expand(-1, -1, vectors.shape[-1]))
     return directions.float(), (logs.gather(1, found) / 2).exp().float()
 
