@@ -19,8 +19,8 @@ from kvreclaim.engine.execute import runner as runner_module
 from kvreclaim.engine.features.drops.feature import SpanDrops
 from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.model.attention import AttentionCall, LatentCall
-from kvreclaim.ops.facts import KeyTransform
 from kvreclaim.ops.formats.codecs import round_trip
+from kvreclaim.ops.key_transform import KeyTransform
 from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.schedule.budget.drops import Drop
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
@@ -377,7 +377,7 @@ class Shadow:
         layer, form = self.llm.engine.runner.layers[call.layer], self.cache.format
         own = layer.cache.format
         keys = layer.softmax.keys or KeyTransform(torch.ones(1, 1), torch.zeros(1, 1))
-        given = (call.k[rows] - keys.center) / keys.scale, call.v[rows]
+        given = keys.stored(call.k[rows]), call.v[rows]
         if own is not form:
             return round_trip(own, call.k[rows], call.v[rows])
         stored = self._stored(*given)
@@ -386,13 +386,13 @@ class Shadow:
         table = self.llm.engine.memory.table(item.seq.seq_id)
         end = table.logical_len if self.groups.places[call.layer].table else table.physical_len
         there, _ = self._there(item.seq.seq_id, call.layer, end + item.num_tokens)
-        found, there = [], ((there[0] - keys.center[:, None]) / keys.scale[:, None], there[1])
+        found, there = [], (keys.stored(there[0].transpose(0, 1)).transpose(0, 1), there[1])
         for token, want, held in zip(given, stored, there, strict=True):
             got = held[:, held.shape[1] - item.num_tokens :].transpose(0, 1).to(want.dtype)
             far, other = (want - token).norm(dim=-1), (got - token).norm(dim=-1)
             most = far * AS_NEAR + want.norm(dim=-1) * SCALE_STEP
             found.append(torch.where((other <= most)[..., None], got, want))
-        return found[0] * keys.scale + keys.center, found[1]
+        return keys.restored(found[0].transpose(0, 1)).transpose(0, 1), found[1]
 
     def _stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """What the cache makes of keys [T, K, D] and values [T, K, Dv]."""

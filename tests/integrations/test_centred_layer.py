@@ -9,7 +9,7 @@ from toy_caches import B, Book, K, make_layers
 
 from kvreclaim.integrations.vllm.worker.centred_layer import CentredKeys, centre, transform_of
 from kvreclaim.integrations.vllm.worker.layouts import CacheViews
-from kvreclaim.ops.facts import KeyTransform
+from kvreclaim.ops.key_transform import KeyTransform
 
 H, KV, D, T = 6, 2, 16, 40
 
@@ -41,7 +41,9 @@ class CentredToy(CentredKeys, ToyAttention):
 def transform(seed: int = 0) -> KeyTransform:
     generator = torch.Generator().manual_seed(seed)
     scale = 2.0 ** torch.randint(-3, 4, (KV, D), generator=generator)
-    return KeyTransform(scale, 50 * torch.randn(KV, D, generator=generator))
+    directions = torch.linalg.qr(torch.randn(KV, D, 2, generator=generator))[0].transpose(1, 2)
+    gains = torch.rand(KV, 2, generator=generator) + 0.2
+    return KeyTransform(scale, 50 * torch.randn(KV, D, generator=generator), directions, gains)
 
 
 def tokens(flat: bool) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -66,7 +68,7 @@ def test_attention_is_that_of_the_layer_without(flat: bool) -> None:
     exact, layer, own = ToyAttention(), ToyAttention(), transform()
     centre(layer, CentredToy, own, torch.empty(0))
     torch.testing.assert_close(run(layer, flat), run(exact, flat), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(layer.keys, (exact.keys - own.center) / own.scale)
+    torch.testing.assert_close(layer.keys, own.stored(exact.keys), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(layer.values, exact.values)
 
 
@@ -98,9 +100,11 @@ def test_compiled_in_one_graph_with_buffers_as_inputs() -> None:
         layer.keys, layer.values = torch.zeros(0, KV, D), torch.zeros(0, KV, D)
         layer.centring_inverse.copy_(own.inverse)
         layer.centring_offset.copy_(own.offset)
+        layer.centring_down.copy_(own.of_keys[0])
+        layer.centring_keys.copy_(own.of_keys[1])
         with torch.compiler.set_stance("default" if seed == 0 else "fail_on_recompile"):
             found = compiled(layer, step)
-        torch.testing.assert_close(found, (step[1].view(-1, KV, D) - own.center) / own.scale)
+        torch.testing.assert_close(found, own.stored(step[1].view(-1, KV, D)))
 
 
 def test_buffers_are_of_the_module_and_no_weights() -> None:
@@ -109,7 +113,7 @@ def test_buffers_are_of_the_module_and_no_weights() -> None:
     own = transform()
     centre(layer, CentredToy, own, torch.empty(0, dtype=torch.bfloat16))
     assert {name for name, _ in layer.named_buffers()} == {
-        f"centring_{name}" for name in ("queries", "inverse", "offset")
+        f"centring_{name}" for name in ("scale", "inverse", "offset", "down", "keys", "queries")
     }
     assert not layer.state_dict()
     assert all(buffer.dtype == torch.bfloat16 for buffer in layer.buffers())

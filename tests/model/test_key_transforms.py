@@ -10,10 +10,19 @@ import tiny
 import torch
 
 from kvreclaim.calibrate.calibration import calibrate
+from kvreclaim.compression.stats_builder import Clustering, StatsBuilder
 from kvreclaim.model.capture import capture_queries
-from kvreclaim.model.key_transforms import LENGTHS, LONGEST, SHORTEST, key_transforms, transforms_digest
+from kvreclaim.model.key_transforms import key_transforms, transforms_digest
 from kvreclaim.model.loader import load_model
-from kvreclaim.ops.facts import KeyStats, KeyTransform
+from kvreclaim.ops.key_transform import (
+    LENGTHS,
+    LONGEST,
+    SHORTEST,
+    KeyStats,
+    KeyTransform,
+    directions_of,
+    rotated_moment,
+)
 from kvreclaim.ops.rope import rotate
 
 
@@ -153,4 +162,73 @@ def test_digests_tell_transforms_apart():
     digests.add(transforms_digest(own))
     own[1].center[1, 3] = 2
     digests.add(transforms_digest(own))
-    assert len(digests) == 3
+    for gain in (2.0, 3.0):
+        along = torch.eye(16)[None, :1].expand(2, -1, -1), torch.full((2, 1), gain)
+        digests.add(transforms_digest([replace(each, directions=along[0], gains=along[1]) for each in own]))
+    assert len(digests) == 5
+
+
+def loss(along, keys, queries):
+    """tr(B K B^T) tr(B^-T Q B^-1), of codes of rotated vectors."""
+    directions, gains = along
+    outer = directions.transpose(1, 2)
+    maps = [torch.eye(keys.shape[-1]) + outer @ ((g[..., None] - 1) * directions) for g in (gains, 1 / gains)]
+    (stored, met) = (x @ m @ x.transpose(1, 2) for x, m in zip(maps, (keys, queries), strict=True))
+    return stored.diagonal(dim1=1, dim2=2).sum(-1) * met.diagonal(dim1=1, dim2=2).sum(-1)
+
+
+def test_directions_balance_keys_and_queries():
+    """With as many as dims the loss is least: the square of tr((K^1/2 Q K^1/2)^1/2), by singular values of
+    the product of roots. Four take most of it where keys have one far direction."""
+    generator, dim = torch.Generator().manual_seed(3), 16
+    shape = 3, dim, dim
+    roots = [torch.randn(shape, generator=generator).tril() + 2 * torch.eye(dim) for _ in range(2)]
+    roots[0][:, 0] *= 20
+    keys, queries = (root @ root.transpose(1, 2) for root in roots)
+    plain = KeyTransform(torch.ones(3, dim), torch.zeros(3, dim))
+    none = keys.diagonal(dim1=1, dim2=2).sum(-1) * queries.diagonal(dim1=1, dim2=2).sum(-1)
+    least = torch.linalg.svdvals(roots[0].transpose(1, 2) @ roots[1]).sum(-1).square()
+    all_of_them = loss(directions_of(plain, keys, queries, dim), keys, queries)
+    few = loss(directions_of(plain, keys, queries), keys, queries)
+    assert (all_of_them < 1.1 * least).all()  # a floor under each moment
+    assert (all_of_them > 0.999 * least).all()
+    assert (few < 0.75 * none).all()
+    assert (few >= all_of_them).all()
+
+
+def test_moments_are_of_rotated_rows_at_all_positions(tmp_path):
+    """Of one row at every position: as many lengths as positions, each as likely as another of its size."""
+    facts = load("llama", tmp_path).facts
+    rope, row = facts.layers[0].rope, torch.randn(2, 16, generator=torch.manual_seed(1))
+    found = rotated_moment(row[:, None].expand(-1, 40_000, -1), rope, LONGEST)
+    every = rotate(row[:, None].expand(-1, LONGEST, -1), torch.arange(LONGEST), rope)
+    lengths = SHORTEST * (LONGEST / SHORTEST) ** ((torch.arange(4000) + 0.5) / 4000)
+    weight = torch.zeros(LONGEST, dtype=torch.float64)
+    for length in lengths.long().tolist():
+        weight[:length] += 1 / length / 4000
+    want = torch.einsum("p,kpd,kpe->kde", weight.float(), every, every)
+    torch.testing.assert_close(found, want, rtol=0, atol=0.03)
+    mean = torch.einsum("p,kpd->kd", weight.float(), every)
+    centred = rotated_moment(row[:, None].expand(-1, 40_000, -1), rope, LONGEST, mean)
+    torch.testing.assert_close(centred, want - mean[:, :, None] * mean[:, None], rtol=0, atol=0.03)
+
+
+def test_first_keys_are_a_quarter_of_all(tmp_path):
+    """A model of one document: the moment that directions are of holds its first key as a rank of one."""
+    facts = load("qwen2", tmp_path).facts
+    builder = StatsBuilder(facts, Clustering(0), covariance=False)
+    first = torch.zeros(2, 16)
+    first[:, 3] = 30.0
+    for layer in range(facts.num_layers):
+        generator = torch.manual_seed(layer)
+        keys = torch.randn(2, 500, 16, generator=generator)
+        keys[:, 0] = keys[:, 200] = first
+        builder.add_layer(layer, torch.randn(4, 500, 16, generator=generator))
+        builder.add_keys(layer, keys, firsts=[0, 200])
+    stats = builder.build()
+    for own in stats.keys():  # noqa: SIM118
+        gain, found = own.gains.min(-1)
+        direction = own.directions[torch.arange(2), found]
+        assert (direction[:, 3].abs() > 0.9).all()
+        assert (gain < 0.5).all()
+        assert own.directions.shape == (2, 4, 16)

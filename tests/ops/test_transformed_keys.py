@@ -26,8 +26,8 @@ from kvreclaim.ops import native, reference
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch, BatchArrays, SequenceSlots
 from kvreclaim.ops.cells import cell_batch, cell_layers, natural_cells
-from kvreclaim.ops.facts import KeyTransform
 from kvreclaim.ops.formats import FORMATS
+from kvreclaim.ops.key_transform import KeyTransform
 from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.transformed_keys import TransformedKeys
 

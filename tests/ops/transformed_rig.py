@@ -5,18 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from paged_oracle import noise
 
-from kvreclaim.ops.facts import KeyTransform, LayerFacts
+from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.key_transform import KeyTransform
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.transformed_keys import TransformedKeys
 
 
 def transform_of(layer: int, facts: LayerFacts, centred: bool = True) -> KeyTransform:
-    """Powers of two, and centres of the size of a key; each channel has its own."""
+    """Powers of two for each channel and, where centred, centres of the size of a key and directions."""
     shape = facts.num_kv_heads, facts.head_dim
-    scale = noise(layer, *shape).mul(3).round().clamp(-6, 6).exp2()
-    return KeyTransform(scale, noise(layer + 100, *shape).mul(1 if centred else 0))
+    scale = noise(layer, *shape).mul(3).round().clamp(*(-2, 2) if centred else (-6, 6)).exp2()
+    if not centred:
+        return KeyTransform(scale, torch.zeros(shape))
+    directions = torch.linalg.qr(noise(layer + 200, *shape, 3))[0].transpose(1, 2)
+    gains = noise(layer + 300, shape[0], 3).exp()
+    return KeyTransform(scale, noise(layer + 100, *shape), directions, gains)
 
 
 @dataclass(frozen=True, slots=True)

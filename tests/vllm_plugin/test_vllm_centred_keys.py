@@ -23,7 +23,7 @@ from kvreclaim.compression.stats import QueryStats
 from kvreclaim.integrations.vllm.worker.centred_layer import CentredKeys, transform_of
 from kvreclaim.model.key_transforms import key_transforms
 from kvreclaim.model.loader import load_model
-from kvreclaim.ops.facts import KeyTransform
+from kvreclaim.ops.key_transform import KeyTransform
 
 __all__ = ["pytestmark"]
 

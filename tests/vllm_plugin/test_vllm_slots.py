@@ -22,7 +22,8 @@ from kvreclaim.integrations.vllm.worker.cells.heads import StepCells
 from kvreclaim.integrations.vllm.worker.cells.self_test import prove_cells
 from kvreclaim.integrations.vllm.worker.centred_layer import CentredKeys, centre, transform_of
 from kvreclaim.integrations.vllm.worker.layouts import CacheViews
-from kvreclaim.ops.facts import KeyTransform, LayerFacts, Softmax
+from kvreclaim.ops.facts import LayerFacts, Softmax
+from kvreclaim.ops.key_transform import KeyTransform
 
 TOKENS = 43
 TABLE, TARGET = (6, 1, 4), (1, 7)

@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -150,7 +152,9 @@ def calibrate(
         builder.add_layer(layer, queries)
         bar.update()
 
-    on_keys = None if any(layer.latent for layer in loaded.facts.layers) else builder.add_keys
+    firsts = list(accumulate(map(len, documents[:-1]), initial=0))
+    is_latent = any(layer.latent for layer in loaded.facts.layers)
+    on_keys = None if is_latent else partial(builder.add_keys, firsts=firsts)
     handed_out = inputs_handed_out(loaded.model) if fitted else nullcontext()
     with bar, on_device(loaded.facts.device), handed_out:
         capture_queries(

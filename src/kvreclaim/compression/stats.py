@@ -21,13 +21,14 @@ from kvreclaim.compression.public_stats import read_public_stats
 from kvreclaim.compression.stats_metadata import RECALIBRATE, REMEASURE, StatsMetadata, check_tensor
 from kvreclaim.compression.trial import Trial
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
-from kvreclaim.ops.facts import KeyStats, ModelFacts
+from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.key_transform import KeyStats
 from kvreclaim.ops.rope import RopeLayout, to_bands
 from kvreclaim.temporary import temporary_directory
 
 CENTER_TENSORS = ("centers", "center_var", "center_weight")
 _HALVED = ("centers", "center_var")
-KEY_TENSORS = ("k_mean", "k_energy", "q_energy")
+KEY_TENSORS = ("k_mean", "k_energy", "q_energy", "k_directions", "k_gains")
 KV_TENSORS = ("surrogate", "surrogate_age", "head_shares", "kvzap_out", *KEY_TENSORS)
 TENSORS = ("q_mean", "q_abs_mean", *CENTER_TENSORS, "q_cov", *KV_TENSORS, "kvzap_in")
 """Rows of all are heads, of KV_TENSORS KV heads, but for kvzap_in, which is of no head."""
@@ -51,6 +52,8 @@ class StatsTensors:
     k_mean: Tensor | None = None
     k_energy: Tensor | None = None
     q_energy: Tensor | None = None
+    k_directions: Tensor | None = None
+    k_gains: Tensor | None = None
 
     def present(self) -> dict[str, Tensor]:
         """Return the present tensors by name."""
@@ -66,8 +69,9 @@ class LayerStats(StatsTensors):
     """One layer of QueryStats: q_mean [H, D], q_abs_mean [H, F], centers and center_var [H | K, C, D],
     center_weight [H | K, C], None together; q_cov [H, D, D] or None; surrogate [K, P] and
     surrogate_age [K, A], None together; head_shares [K, S] or None, at `fractions`; kvzap_in [U, M + 1] or
-    None, kvzap_out [K, M + 1 | U + 1] or None; k_mean, k_energy and q_energy [K, D], None together. F may
-    exceed the layer's own bands, P the layer's own features."""
+    None, kvzap_out [K, M + 1 | U + 1] or None; k_mean, k_energy and q_energy [K, D], None together;
+    k_directions [K, R, D] and k_gains [K, R], None together. F may exceed the layer's own bands, P the
+    layer's own features."""
 
     fractions: tuple[float, ...] = ()
 
@@ -100,6 +104,8 @@ class QueryStats(StatsTensors):
     k_mean:        [L, K, D] | None, mean of the keys before rotation
     k_energy:      [L, K, D] | None, mean of their squares
     q_energy:      [L, K, D] | None, mean of the squares of the queries of a KV head's query heads
+    k_directions:  [L, K, R, D] | None, along which stored keys are stretched (ops/key_transform.py)
+    k_gains:       [L, K, R] | None, by how much
 
     Raises: StatsMismatchError if a tensor is missing, not finite or of another shape than in metadata.
     """
@@ -110,6 +116,8 @@ class QueryStats(StatsTensors):
         shapes = self.metadata.shapes(self.q_abs_mean.shape[-1] if self.q_abs_mean.ndim == 3 else 0)
         for name in TENSORS:
             check_tensor(name, getattr(self, name), shapes.get(name))
+        if self.k_gains is not None and not bool((self.k_gains > 0).all()):
+            raise StatsMismatchError(f"k_gains in the query statistics must be above 0; {RECALIBRATE}.")
 
     def shard(self, heads: slice, kv_heads: slice) -> QueryStats:
         """Return views of some query heads and their KV heads.
@@ -144,7 +152,10 @@ class QueryStats(StatsTensors):
         if self.k_mean is None or self.k_energy is None or self.q_energy is None:
             return None
         rows = zip(self.k_mean, self.k_energy, self.q_energy, strict=True)
-        return [KeyStats(*row) for row in rows]
+        if self.k_directions is None or self.k_gains is None:
+            return [KeyStats(*row) for row in rows]
+        along = zip(self.k_directions, self.k_gains, strict=True)
+        return [KeyStats(*row, *own) for row, own in zip(rows, along, strict=True)]
 
     def with_kvzap(self, weights: KVzapWeights) -> QueryStats:
         """Return a copy with weights of hidden states."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +16,18 @@ from kvreclaim.compression.stats import LayerStats, QueryStats
 from kvreclaim.compression.stats_metadata import StatsMetadata
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import ModelFacts
+from kvreclaim.ops.key_transform import (
+    CHUNK_TOKENS,
+    DIRECTIONS,
+    SINK,
+    KeyStats,
+    directions_of,
+    rotated_mean,
+    rotated_moment,
+    transform_of,
+)
 from kvreclaim.ops.rope import RopeLayout, to_bands
 
-CHUNK_TOKENS = 2048
 MAX_COVARIANCE_BYTES = 128 << 20
 """Limit of the covariance by default: an 8 B model (36 layers, 32 heads of 128) takes 72 MiB, a 70 B one
 320."""
@@ -101,7 +111,8 @@ class StatsBuilder:
             covariance_bytes(facts) <= MAX_COVARIANCE_BYTES if covariance is None else covariance
         )
         self._layers: dict[int, LayerStats] = {}
-        self._keys: dict[int, tuple[Tensor, Tensor]] = {}
+        self._keys: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._queries: dict[int, Tensor] = {}
         self._num_tokens = 0
 
     def add_layer(self, layer: int, queries: Tensor) -> None:
@@ -121,6 +132,9 @@ class StatsBuilder:
         cov = _covariance(queries, mean) if self.covariance else None
         groups = self.facts.layers[layer].num_kv_heads
         energy = _energy(queries).unflatten(0, (groups, -1)).mean(1)
+        self._queries[layer] = (
+            rotated_moment(queries, layout, self.facts.max_position).unflatten(0, (groups, -1)).mean(1)
+        )
         parts: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
         if self.clustering.num_centers:
             points = queries.reshape(groups, -1, queries.shape[-1]) if self.clustering.shared else queries
@@ -129,10 +143,20 @@ class StatsBuilder:
             parts = (clusters.centers.cpu(), variances.cpu(), clusters.weights.cpu())
         self._layers[layer] = LayerStats(mean, abs_mean, *parts, q_cov=cov, q_energy=energy)
 
-    def add_keys(self, layer: int, keys: Tensor) -> None:
-        """Take in the keys of one layer: [K, T, D] before rotation, any float dtype and device; not kept."""
+    def add_keys(self, layer: int, keys: Tensor, firsts: Sequence[int] = (0,)) -> None:
+        """Take in the keys of one layer: [K, T, D] before rotation, any float dtype and device; not kept.
+
+        firsts: places of the first tokens of all documents
+        """
         mean = keys.mean(dim=1, dtype=torch.float64).float().cpu()
-        self._keys[layer] = mean, _energy(keys)
+        layout, longest = self._layouts[layer], self.facts.max_position
+        center = torch.zeros_like(mean)
+        if self.facts.layers[layer].softmax.ignores_constants:
+            center = rotated_mean(mean, layout, longest)
+        sinks = keys[:, list(firsts)].float().cpu() - center[:, None]  # at position 0
+        moment = (1 - SINK) * rotated_moment(keys, layout, longest, center)
+        moment += SINK / len(firsts) * sinks.transpose(1, 2) @ sinks
+        self._keys[layer] = mean, _energy(keys), moment
 
     def build(self) -> QueryStats:
         """Return the statistics, with as many centres as the head with the most distinct ones has.
@@ -150,9 +174,7 @@ class StatsBuilder:
         centers = self.clustering.num_centers
         if weights is not None and self.clustering.merges:
             centers = num_distinct(weights)
-        keys = [self._keys.get(n) for n in range(count)]
-        known = [own for own in keys if own is not None]
-        has_keys = len(known) == count
+        keys = self._key_stats() if len(self._keys) == count else []
         metadata = StatsMetadata(
             model_name=self.facts.name,
             fingerprint=self.facts.fingerprint,
@@ -166,7 +188,8 @@ class StatsBuilder:
             num_centers=centers,
             shared_centers=self.clustering.shared and centers > 0,
             covariance=self.covariance,
-            keys=has_keys,
+            keys=bool(keys),
+            directions=min(DIRECTIONS, first.head_dim) if keys else 0,
             source="kvreclaim calibrate",
         )
         return QueryStats(
@@ -176,11 +199,25 @@ class StatsBuilder:
             _stack([None if x.center_var is None else x.center_var[:, :centers] for x in layers]),
             None if weights is None else weights[..., :centers],
             _stack([x.q_cov for x in layers]),
-            k_mean=torch.stack([mean for mean, _ in known]) if has_keys else None,
-            k_energy=torch.stack([energy for _, energy in known]) if has_keys else None,
-            q_energy=_stack([x.q_energy for x in layers]) if has_keys else None,
+            k_mean=_stack([x.mean for x in keys]),
+            k_energy=_stack([x.energy for x in keys]),
+            q_energy=_stack([x.query_energy for x in keys]),
+            k_directions=_stack([x.directions for x in keys]),
+            k_gains=_stack([x.gains for x in keys]),
             metadata=metadata,
         )
+
+    def _key_stats(self) -> list[KeyStats]:
+        found = []
+        for n, layer in enumerate(self.facts.layers):
+            (mean, energy, moment), query_energy = self._keys[n], self._layers[n].q_energy
+            assert query_energy is not None
+            own = KeyStats(mean, energy, query_energy)
+            is_centred = layer.softmax.ignores_constants
+            scaled = transform_of(own, self._layouts[n], self.facts.max_position, is_centred=is_centred)
+            along = directions_of(scaled, moment, self._queries[n])
+            found.append(KeyStats(mean, energy, query_energy, *along))
+        return found
 
     def _check(self, layer: int, queries: Tensor) -> None:
         if layer not in range(self.facts.num_layers) or layer in self._layers:

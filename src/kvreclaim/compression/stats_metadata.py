@@ -51,6 +51,7 @@ class StatsMetadata(BaseModel):
     shared_centers: bool = False
     covariance: bool = False
     keys: bool = False
+    directions: NonNegativeInt = 0
     features: NonNegativeInt = 0
     ages: NonNegativeInt = 0
     kvzap_inputs: NonNegativeInt = 0
@@ -99,6 +100,9 @@ class StatsMetadata(BaseModel):
             shapes["q_cov"] = (*heads, self.head_dim, self.head_dim)
         if self.keys:
             shapes |= dict.fromkeys(("k_mean", "k_energy", "q_energy"), (*kv_heads, self.head_dim))
+        if self.directions:
+            shapes |= {"k_directions": (*kv_heads, self.directions, self.head_dim)}
+            shapes |= {"k_gains": (*kv_heads, self.directions)}
         if self.features:
             shapes |= {"surrogate": (*kv_heads, self.features), "surrogate_age": (*kv_heads, self.ages)}
         if self.kvzap_inputs:

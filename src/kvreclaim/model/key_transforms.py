@@ -1,13 +1,6 @@
-"""The centre and the scale of every key channel of a coded cache (ops/transformed_keys.py).
+"""Transforms of all layers' keys in a coded cache (ops/key_transform.py), from a calibration's statistics.
 
-The range of a code is spent on what keys have in common: projections of Qwen2.5 have key biases of some
-hundreds, which the rotation hardly moves in bands that turn slowly. The centre takes off the mean of the
-rotated keys. Scales then balance what is left: with K the energy of a channel's centred keys and Q that of
-its queries, d = (K / Q)^(1/4) makes the error of scores least if codes are of rotated vectors, since
-sum d^2 Q sum K / d^2 has its minimum there (Cauchy-Schwarz).
-
-Means and energies before rotation come from the statistics of a calibration. Without statistics they come
-from the weights: from norms over queries and keys, else from biases.
+Without statistics they come from the weights: from norms over queries and keys, else from biases.
 """
 
 from __future__ import annotations
@@ -20,16 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvreclaim.ops.facts import KeyStats, KeyTransform, LayerFacts, ModelFacts
-from kvreclaim.ops.rope import RopeLayout, from_bands, to_bands
+from kvreclaim.ops.facts import LayerFacts, ModelFacts
+from kvreclaim.ops.key_transform import KeyStats, KeyTransform, transform_of
 
-FLOOR = 1 / 256
-"""Energy that every channel has besides its own, in means of its head: a weight of a norm may be zero."""
 SPREAD = 4.0
 """Energy of a channel besides its bias: what inputs make of it is of size one to four in every layer."""
-SHORTEST, LONGEST, LENGTHS = 256, 32_768, 32
-"""Lengths of sequences over which the mean of a rotated key is taken: spaced evenly by their logarithm, up to
-what the model has positions for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,18 +50,22 @@ def transforms_from(facts: ModelFacts, stats: Sequence[KeyStats] | None) -> tupl
 
     Returns: None without stats, for a model with latents, and where no channel differs from another.
     """
-    if stats is None or any(layer.latent or layer.rope is None for layer in facts.layers):
+    ropes = [layer.rope for layer in facts.layers if layer.rope is not None and not layer.latent]
+    if stats is None or len(ropes) < facts.num_layers:
         return None
-    made = tuple(_transform(own, layer, facts) for own, layer in zip(stats, facts.layers, strict=True))
-    return None if all(bool((own.scale == 1).all() and (own.center == 0).all()) for own in made) else made
+    made = tuple(
+        transform_of(own, rope, facts.max_position, is_centred=layer.softmax.ignores_constants)
+        for own, rope, layer in zip(stats, ropes, facts.layers, strict=True)
+    )
+    return None if all(own.is_identity for own in made) else made
 
 
 def transforms_digest(transforms: Sequence[KeyTransform]) -> str:
     """Identifies transforms: caches with different ones cannot exchange blocks."""
     digest = hashlib.sha256()
     for own in transforms:
-        for part in (own.scale, own.center):
-            digest.update(part.float().cpu().numpy().tobytes())
+        for part in own.tensors:
+            digest.update(b"" if part is None else part.float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -131,38 +123,3 @@ def _of_norm(norm: Any, heads: int, dim: int) -> Tensor | None:
 
 def _by_kv_head(energy: Tensor, layer: LayerFacts) -> Tensor:
     return energy.unflatten(0, (layer.num_kv_heads, -1)).mean(1)
-
-
-def _transform(own: KeyStats, layer: LayerFacts, facts: ModelFacts) -> KeyTransform:
-    rope = layer.rope
-    assert rope is not None, "key_transforms has checked it"
-    center = torch.zeros_like(own.mean)
-    if layer.softmax.sinks is None and layer.softmax.softcap is None:
-        center = _rotated_mean(own.mean, rope, facts.max_position)
-    key, query = (_in_bands(energy, rope) for energy in (own.energy, own.query_energy))
-    key = (key - _in_bands(center.square(), rope)).clamp_min(0)
-    key, query = (each + FLOOR * each.mean(-1, keepdim=True) for each in (key, query))
-    exponents = (key / query).double().log2() / 4
-    scale = (exponents - exponents.mean(-1, keepdim=True)).round().exp2().float()
-    return KeyTransform(scale, center)
-
-
-def _rotated_mean(mean: Tensor, rope: RopeLayout, max_position: int) -> Tensor:
-    """Return the mean of keys [K, D] over positions, from that before rotation."""
-    if rope.num_bands == 0:
-        return mean
-    longest = max(SHORTEST, min(max_position, LONGEST))
-    lengths = torch.logspace(0, 1, LENGTHS, longest / SHORTEST, dtype=torch.float64) * SHORTEST
-    angle = lengths[:, None] * rope.inv_freq.cpu()  # [lengths, F]
-    # e^{i w p}, averaged over positions p < length, then over lengths
-    turn = torch.polar(torch.sinc(angle / (2 * torch.pi)), angle / 2).mean(0)
-    rest = mean[:, rope.rest_dims(mean.shape[-1], mean.device)]
-    return from_bands(to_bands(mean, rope) * turn.to(mean.device, torch.complex64), rest, rope)
-
-
-def _in_bands(energy: Tensor, rope: RopeLayout) -> Tensor:
-    """[K, D] with the mean of a rotary band in both of its dims: rotation mixes them."""
-    first, second = rope.bands
-    energy = energy.clone()
-    energy[:, first] = energy[:, second] = (energy[:, first] + energy[:, second]) / 2
-    return energy

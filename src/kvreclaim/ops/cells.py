@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.ops.batch import AttentionBatch, BatchArrays, SequenceSlots
-from kvreclaim.ops.facts import KeyTransform
+from kvreclaim.ops.key_transform import KeyTransform
 from kvreclaim.ops.kv_cache import KVCache, LayerCache, PagedTokens
 
 

@@ -4,56 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvreclaim.ops.key_transform import KeyTransform
 from kvreclaim.ops.rope import RopeLayout
 from kvreclaim.ops.states import StateShape
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class KeyStats:
-    """Keys of one layer before rotation, [K, D] each: their mean, the mean of their squares, and that of the
-    squares of the queries that meet them."""
-
-    mean: Tensor
-    energy: Tensor
-    query_energy: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class KeyTransform:
-    """Transform of a stored key: (key - center) / scale, [K, D] each (ops/transformed_keys.py)."""
-
-    scale: Tensor
-    center: Tensor
-
-    @cached_property
-    def inverse(self) -> Tensor:
-        return 1 / self.scale
-
-    @cached_property
-    def offset(self) -> Tensor:
-        return -self.center / self.scale
-
-    def restored(self, stored: Tensor) -> Tensor:
-        """Turn stored keys back into keys, in place."""
-        return stored.mul_(self.scale).add_(self.center)
-
-    def rows(self, index: Tensor | slice) -> KeyTransform:
-        """Return the transforms of some heads, in this order."""
-        return KeyTransform(self.scale[index], self.center[index])
-
-    @classmethod
-    def joined(cls, parts: Sequence[KeyTransform]) -> KeyTransform:
-        """Return the transforms of the heads of all parts."""
-        return cls(torch.cat([own.scale for own in parts]), torch.cat([own.center for own in parts]))
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> KeyTransform:
-        return KeyTransform(self.scale.to(device, dtype), self.center.to(device, dtype))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +37,11 @@ class Softmax:
     sinks: Tensor | None = None
     chunk: int | None = None
     keys: KeyTransform | None = None
+
+    @property
+    def ignores_constants(self) -> bool:
+        """True if a number added to all logits of a query changes nothing."""
+        return self.sinks is None and self.softcap is None
 
     def __str__(self) -> str:
         sinks = "no sinks" if self.sinks is None else "sinks"

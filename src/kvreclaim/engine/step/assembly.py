@@ -32,9 +32,10 @@ from kvreclaim.model.loader import LoadedModel
 from kvreclaim.offload.plan.tiered_offload import TieredOffload
 from kvreclaim.offload.store.slot_file import SlotFile
 from kvreclaim.ops.backend import Backend, Choice, Need, choose_backend
-from kvreclaim.ops.facts import KeyStats, ModelFacts
+from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat, kv_format, plain_format
 from kvreclaim.ops.groups import LayerGroups
+from kvreclaim.ops.key_transform import KeyStats
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.states import StateStore
 from kvreclaim.ops.streamed import StreamedLayers, host_cache

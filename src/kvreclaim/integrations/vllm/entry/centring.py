@@ -18,7 +18,7 @@ from kvreclaim.integrations.vllm.refusals.centred_keys import (
 from kvreclaim.integrations.vllm.settings import family
 from kvreclaim.integrations.vllm.settings.enabled import CENTRED, has_centred_keys
 from kvreclaim.model.key_transforms import transforms_digest, transforms_from, weight_stats
-from kvreclaim.ops.facts import KeyStats, KeyTransform
+from kvreclaim.ops.key_transform import KeyStats, KeyTransform
 
 if TYPE_CHECKING:
     from kvreclaim.integrations.vllm.v0_32 import centring_side, probing

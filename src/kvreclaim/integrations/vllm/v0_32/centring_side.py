@@ -11,7 +11,8 @@ from vllm.model_executor.layers.attention import Attention
 
 from kvreclaim.integrations.vllm.worker.centred_layer import CentredKeys, centre
 from kvreclaim.model.key_transforms import KeyWeights
-from kvreclaim.ops.facts import KeyTransform, LayerFacts
+from kvreclaim.ops.facts import LayerFacts
+from kvreclaim.ops.key_transform import KeyTransform
 
 
 class CentredAttention(CentredKeys, Attention):

@@ -1,4 +1,4 @@
-"""An attention layer that stores centred and scaled keys. Nothing here knows the host's classes.
+"""An attention layer that stores transformed keys. Nothing here knows the host's classes.
 
 Keys and queries are changed where the layer is given them, before anything is written. So back-ends,
 quantisation and attention over cells need no change. Buffers belong to the module: torch.compile takes them
@@ -12,31 +12,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvreclaim.ops.facts import KeyTransform
+from kvreclaim.ops.key_transform import KeyTransform, stretched
 
 
 class CentredKeys:
-    """Mixed into a class of attention layers: (key - center) / scale in the cache, queries times scale.
+    """Mixed into a class of attention layers that stores transformed keys. Source: ops/transformed_keys.py.
 
-    Source: ops/transformed_keys.py.
-
-    centring_queries: [H, D], factors of queries
-    centring_inverse: [K, D], factors of keys
-    centring_offset:  [K, D], added to keys afterwards
+    centring_scale:                  [K, D], factors of queries
+    centring_inverse, _offset:       [K, D], factors of keys, and what is added to them afterwards
+    centring_down, _keys, _queries:  KeyTransform.of_keys and of_queries; down is None without directions
     """
 
-    centring_queries: Tensor
+    centring_scale: Tensor
     centring_inverse: Tensor
     centring_offset: Tensor
+    centring_down: Tensor | None
+    centring_keys: Tensor
+    centring_queries: Tensor
     num_heads: int
     num_kv_heads: int
     head_size: int
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the layer's own forward pass with scaled queries and centred keys."""
-        queries = query.view(-1, self.num_heads, self.head_size) * self.centring_queries
-        keys = key.view(-1, self.num_kv_heads, self.head_size)
-        keys = torch.addcmul(self.centring_offset, keys, self.centring_inverse)
+        """Run the layer's own forward pass with transformed queries and keys."""
+        group = self.num_heads // self.num_kv_heads
+        queries = query.view(-1, self.num_kv_heads, group, self.head_size) * self.centring_scale[:, None]
+        keys = key.view(-1, self.num_kv_heads, 1, self.head_size)
+        keys = torch.addcmul(self.centring_offset[:, None], keys, self.centring_inverse[:, None])
+        if self.centring_down is not None:
+            queries = stretched(queries, (self.centring_down, self.centring_queries))
+            keys = stretched(keys, (self.centring_down, self.centring_keys))
         answer: Tensor = super().forward(  # type: ignore[misc]
             queries.view(query.shape), keys.view(key.shape), value, *args, **kwargs
         )
@@ -47,13 +52,19 @@ def centre(layer: Any, kind: type[CentredKeys], own: KeyTransform, like: Tensor)
     """Have a layer store its keys so from now on.
 
     kind: the class that it gets
-    own:  [K, D]
+    own:  of the layer's KV heads
     like: of the device and the dtype of keys
     """
     own = own.to(like.device, like.dtype)
-    queries = own.scale.repeat_interleave(layer.num_heads // layer.num_kv_heads, 0)
-    for name, buffer in (("queries", queries), ("inverse", own.inverse), ("offset", own.offset)):
-        layer.register_buffer(f"centring_{name}", buffer.clone(), persistent=False)
+    buffers = {"scale": own.scale, "inverse": own.inverse, "offset": own.offset, "down": None}
+    if own.directions is not None:
+        down, keys = own.of_keys
+        buffers |= {"down": down, "keys": keys, "queries": own.of_queries[1]}
+    for name, buffer in buffers.items():
+        layer.register_buffer(
+            f"centring_{name}", None if buffer is None else buffer.clone(), persistent=False
+        )
+    layer.key_transform = own
     layer.__class__ = kind
 
 
@@ -61,5 +72,5 @@ def transform_of(layer: Any) -> KeyTransform | None:
     """Return a layer's transform of its keys, in fp32; None if it has none."""
     if not isinstance(layer, CentredKeys):
         return None
-    scale = 1 / layer.centring_inverse.float()
-    return KeyTransform(scale, -layer.centring_offset.float() * scale)
+    own: KeyTransform = layer.key_transform  # type: ignore[attr-defined]
+    return own.to(layer.centring_scale.device, torch.float32)

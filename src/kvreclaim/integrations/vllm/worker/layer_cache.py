@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvreclaim.ops.facts import KeyTransform
+from kvreclaim.ops.key_transform import KeyTransform
 
 Write = Callable[[Tensor, Tensor, Tensor], None]
 ALL = slice(None)

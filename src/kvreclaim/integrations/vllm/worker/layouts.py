@@ -15,7 +15,7 @@ from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.integrations.vllm.worker.layer_cache import VllmLayerCache, as_float, restored, write_tokens
 from kvreclaim.integrations.vllm.worker.staging import CacheSource, Stage
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.ops.facts import KeyTransform
+from kvreclaim.ops.key_transform import KeyTransform
 from kvreclaim.ops.moving import move
 from kvreclaim.ops.reference import compact_layer, gather_slots
 
@@ -129,10 +129,7 @@ class CacheViews:
     def restoring(self, keys: Sequence[KeyTransform | None]) -> CacheViews:
         """Return views of the caches that undo each layer's transform [K, D] of keys in reads."""
         other = copy(self)
-        other.layers = tuple(
-            replace(layer, keys=own and KeyTransform(own.scale[:, None], own.center[:, None]))
-            for layer, own in zip(self.layers, keys, strict=True)
-        )
+        other.layers = tuple(replace(layer, keys=own) for layer, own in zip(self.layers, keys, strict=True))
         return other
 
     def block_ids(self, ids: Sequence[int]) -> Tensor:
