@@ -22,6 +22,7 @@ from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.compression.policy import LayerView
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.compression.trial import FORMATS, SHARES, FormatOutcome, Trial
+from kvreclaim.engine.api import kept_statistics
 from kvreclaim.engine.api.llm import FOR_CALIBRATION
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.kv_bytes import KV_BYTES
@@ -250,8 +251,9 @@ def test_the_log_names_the_share_that_was_measured(best_in_int4, calibrated_dir,
 
 
 def test_statistics_without_a_trial_of_formats_keep_the_models_dtype(found, stats, make_llm, caplog) -> None:
+    kept_statistics._warn_of_no_trial.cache_clear()
     tried = stats.with_trial(found.model_copy(update={"formats": ()}))
-    llm = make_llm("llama", compression=CompressionConfig(budget="20%", stats=tried))
+    llm = make_llm("llama", compression=CompressionConfig(budget="20%", stats=tried)).sibling()
     assert llm.engine.kv_format.name == "fp32"
     assert [line for line in caplog.messages if "kv_cache_dtype" in line] == [
         "kv_cache_dtype stays fp32: the statistics hold no trial of formats; run `kvreclaim calibrate` for "

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -88,8 +89,7 @@ def in_best_format(
     if compression.budget_share is not None and found.trial is not None:
         form, why = _format_of_share(found.trial, compression.budget_share, facts)
         if form is None:
-            text = "kv_cache_dtype stays %s: the statistics hold no trial of formats; %s, or name a format"
-            logger.warning(text, plain_format(facts.dtype).name, RECALIBRATE)
+            _warn_of_no_trial(plain_format(facts.dtype).name)
     if compression.max_loss is not None and found.curve is not None:
         form, share = found.curve.best_format(compression.max_loss, compression.content)
         why = f"which keeps max_loss {compression.max_loss:g} in the fewest bytes, {share:.0%} of a prompt's"
@@ -97,6 +97,13 @@ def in_best_format(
         return config
     logger.info("kv_cache_dtype is %s, %s; name one to keep it", form, why)
     return replace(config, kv_cache_dtype=form)
+
+
+@cache
+def _warn_of_no_trial(own: str) -> None:
+    """Log once in a process that a share keeps the model's dtype."""
+    text = "kv_cache_dtype stays %s: the statistics hold no trial of formats; %s, or name a format"
+    logger.warning(text, own, RECALIBRATE)
 
 
 def _format_of_share(trial: Trial, share: float, facts: ModelFacts) -> tuple[str | None, str]:
