@@ -15,6 +15,8 @@ from guess import POLICIES, SMALL, Guess
 from kvreclaim import LLM, CompressionConfig, demo_model
 from kvreclaim.calibrate.calibration import calibrate
 from kvreclaim.cli.eval import _engine
+from kvreclaim.compression.stats import QueryStats
+from kvreclaim.compression.trial import FormatOutcome, Trial, TrialOutcome, TrialScore
 from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval import Answer, Item, TaskScore, evaluate
@@ -262,3 +264,37 @@ def test_the_commands_engine_has_the_plans_key_transform(model, llm, stats_files
     assert open_runners(made, plan)["int4"].llm is made
     assert made.sibling().engine.kv_format == made.engine.kv_format
     assert made.engine.kv_format.transform != ""
+
+
+def test_auto_is_measured_in_the_format_that_would_be_served(llm, stats_files, tmp_path):
+    """At each share its own, next to the full cache in the model's dtype; named formats are kept."""
+    score = {"once": 1.0, "once_right": 0.5}
+    forms = {("auto", 0.2): 2.0, ("int4", 0.2): 1.5, ("auto", 0.1): 2.0, ("int8", 0.1): 1.5}
+    trial = Trial(
+        documents=1,
+        tokens=280,
+        full=TrialScore(**score),
+        outcomes=(TrialOutcome(policy="knorm", fraction=0.2, budget=48, **score),),
+        formats=tuple(
+            FormatOutcome(kv_cache_dtype=form, share=share, budget=48, **score | {"once": once})
+            for (form, share), once in forms.items()
+        ),
+    )
+    stats = QueryStats.load(stats_files[0]).with_trial(trial)
+    arguments, settings = (llm, ["full", "auto"], [0.15, 0.08], [Guess()]), {**SMALL, "stats": stats}
+    rows = evaluate(*arguments, **settings, out=tmp_path).rows
+    shown = [(row.policy, row.kv_cache_dtype, row.fraction, row.status) for row in rows]
+    assert shown == [
+        ("full", "auto", 1.0, "ok"),
+        ("knorm", "int4", 0.15, "ok"),
+        ("knorm", "int8", 0.08, "ok"),
+    ]
+    named = evaluate(*arguments, **settings, kv_cache_dtypes=["fp32", "int4", "int8"]).rows
+    timed = {"tokens_per_s", "elapsed_s", "is_auto"}
+    by = {(row.policy, row.kv_cache_dtype, row.fraction): row for row in named}
+    for row in rows[1:]:
+        same = by[row.policy, row.kv_cache_dtype, row.fraction]
+        assert row.model_dump(exclude=timed) == same.model_dump(exclude=timed)
+        config = CompressionConfig(budget=row.fraction, recent=8, stats=stats)
+        with LLM(llm.loaded.model.name_or_path, dtype="float32", num_blocks=20, compression=config) as served:
+            assert served.engine.kv_format.name == row.kv_cache_dtype

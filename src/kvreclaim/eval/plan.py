@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from kvreclaim.checks import check_int, require
 from kvreclaim.chunks import WHOLE, chunk_reuse_of
 from kvreclaim.compression_settings import AUTO, FULL, CompressionSettings, parse_budget
-from kvreclaim.config import DENSE, format_names
-from kvreclaim.options import check_options, option, settings_of
+from kvreclaim.config import DENSE, EngineConfig, format_names
+from kvreclaim.options import MAX_COUNT, check_options, option, settings_of
 
 if TYPE_CHECKING:
     from kvreclaim.compression.config import CompressionConfig
@@ -103,8 +103,8 @@ class EvalPlan:
     budgets:        either all shares of the full cache's bytes at each sequence's final length, in (0, 1], or
                     all tokens per KV head, whole numbers from 2; with protect_prompt, tokens are those kept
                     besides the prompt
-    kv_cache_dtypes: as in EngineConfig; "auto" is the model's own dtype. The full cache in the first one is
-                    the baseline
+    kv_cache_dtypes: as in EngineConfig; "auto" is the model's own dtype, under policy "auto" and budgets in
+                    shares the one that would be served. The full cache in the first one is the baseline
     sparse_prefill: as in EngineConfig; the first one is the baseline's
     chunk_reuse:    ways of reusing the chunks of prompts; the first one is the baseline's
     num_examples:   per cell and seed
@@ -125,7 +125,8 @@ class EvalPlan:
     )
     kv_cache_dtypes: Sequence[str] = option(
         (AUTO,),
-        "KV cache formats, comma-separated; all are compared with the full cache in the first.",
+        "KV cache formats, comma-separated; all are compared with the full cache in the first. Default: the "
+        "model's dtype, and for policy auto what would be served.",
         flags=("--kv-cache-dtype",),
     )
     sparse_prefill: Sequence[str] = option(
@@ -150,6 +151,8 @@ class EvalPlan:
     content: str | None = None
     _auto: str | None = field(default=None, init=False, compare=False)
     """The policy chosen by auto, once a model is known."""
+    _formats: Mapping[float, str] = field(default_factory=dict, init=False, compare=False)
+    """KV cache dtype in which auto would be served, by budget; empty if formats are named."""
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -196,9 +199,10 @@ class EvalPlan:
             CompressionConfig(FULL, budget if isinstance(budget, int) else 10**9, **self.shared)
 
     def resolved(self, llm: LLM) -> EvalPlan:
-        """Replace "auto" by the policy that the model's statistics name. Raises: InvalidArgumentError if they
-        name none."""
+        """Replace "auto" by the policy that the model's statistics name, and by the KV cache dtype that would
+        serve each share. Raises: InvalidArgumentError if they name no policy."""
         from kvreclaim.compression.config import CompressionConfig
+        from kvreclaim.engine.api.kept_statistics import in_best_format, stats_source
 
         require(
             SERVER not in self.policies,
@@ -209,7 +213,24 @@ class EvalPlan:
         best = llm.resolved(CompressionConfig(stats=self.stats)).policy
         plan = replace(self, policies=[best if policy == AUTO else policy for policy in self.policies])
         object.__setattr__(plan, "_auto", best)
+        if self.kv_cache_dtypes == (AUTO,) and self.max_loss is None:
+            config = CompressionConfig(budget=MAX_COUNT, stats=self.stats)
+            stats, facts = stats_source(config, llm.stats_file), llm.loaded.facts
+            served = {
+                share: in_best_format(EngineConfig(), replace(config, budget_share=share), stats, facts)
+                for share in self.budgets
+                if not isinstance(share, int)
+            }
+            formats = {share: engine.kv_cache_dtype for share, engine in served.items()}
+            object.__setattr__(plan, "_formats", formats)
         return plan
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """KV cache dtypes of all columns."""
+        return tuple(
+            dict.fromkeys((*self.kv_cache_dtypes, *(each.kv_cache_dtype for each in self.settings())))
+        )
 
     def settings(self) -> list[GridColumn]:
         """All columns; the full cache once for each KV format."""
@@ -217,7 +238,7 @@ class EvalPlan:
             GridColumn(
                 policy,
                 budget,
-                dtype,
+                self._formats.get(budget, dtype) if policy == self._auto else dtype,
                 method,
                 reuse,
                 max_loss=None if is_full(policy) else self.max_loss,

@@ -242,7 +242,7 @@ def open_runners(llm: LLM, plan: EvalPlan) -> dict[str, BatchRunner]:
     stats = _load_stats(llm, plan)
     engines: dict[str, LLM] = {}
     runners: dict[str, BatchRunner] = {}
-    for name in plan.kv_cache_dtypes:
+    for name in plan.formats:
         storage = FormatStorage.of(name, facts, config.block_size)
         if storage.name not in engines:
             engines[storage.name] = _in_format(llm, storage.name, None if plan.stats is None else stats)

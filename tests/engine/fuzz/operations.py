@@ -7,7 +7,7 @@ from random import Random
 
 from kvreclaim.chunks import SELECTIONS
 
-FORMATS = ("fp32", "fp32", "fp32", "bf16", "fp16", "int8", "int8+int4", "fp8_e4m3", "int4", "turboquant4")
+FORMATS = ("fp32", "fp32", "int8+int4", "bf16", "fp16", "int8", "fp8_e4m3", "int4", "turboquant4")
 KINDS = ("greedy", "greedy", "sampled", "sampled", "many", "score", "prompt_logprobs", "beams")
 POLICIES = (
     "query_mixture",
