@@ -209,6 +209,20 @@ void gather(const Cache& cache, int64_t layer, nb::handle block_ids, nb::handle 
   kernels().gather_tokens(args);
 }
 
+void stretch(nb::handle x, nb::handle u, nb::handle v, nb::handle out) {
+  const Tensor rows(x, "x", 4), along(u, "u", 3), added(v, "v", 3), result(out, "out", 4);
+  const int64_t heads = rows.size(1), count = along.size(1), dim = rows.size(3);
+  const Element element = rows.element();
+  rows.require(dim > 0 && dim <= kMaxStretchDim, "has rows of another size than the kernel takes");
+  along.require_shape({heads, count, dim});
+  added.require_shape({heads, count, dim});
+  result.require_shape({rows.size(0), heads, rows.size(2), dim});
+  const StretchArgs args{rows.data<char>(element), along.data<char>(element), added.data<char>(element),
+                         result.data<char>(element), rows.size(0), heads, rows.size(2), dim, count, rows.type()};
+  nb::gil_scoped_release release;
+  kernels().stretch(args);
+}
+
 // Asks the system for huge pages under a large tensor: random blocks otherwise miss the TLB once each.
 void advise_huge_pages(uintptr_t address, size_t bytes) {
 #ifdef __linux__
@@ -228,6 +242,7 @@ void bind_cache(nb::module_& m) {
            nb::arg("signs").none());
   m.def("write_kv", write);
   m.def("gather_tokens", gather);
+  m.def("stretch", stretch, nb::arg("x"), nb::arg("u"), nb::arg("v"), nb::arg("out"));
   m.def("advise_huge_pages", advise_huge_pages);
 }
 

@@ -100,7 +100,7 @@ def test_compiled_in_one_graph_with_buffers_as_inputs() -> None:
         layer.keys, layer.values = torch.zeros(0, KV, D), torch.zeros(0, KV, D)
         layer.centring_inverse.copy_(own.inverse)
         layer.centring_offset.copy_(own.offset)
-        layer.centring_down.copy_(own.of_keys[0])
+        layer.centring_along.copy_(own.of_keys[0])
         layer.centring_keys.copy_(own.of_keys[1])
         with torch.compiler.set_stance("default" if seed == 0 else "fail_on_recompile"):
             found = compiled(layer, step)
@@ -113,7 +113,7 @@ def test_buffers_are_of_the_module_and_no_weights() -> None:
     own = transform()
     centre(layer, CentredToy, own, torch.empty(0, dtype=torch.bfloat16))
     assert {name for name, _ in layer.named_buffers()} == {
-        f"centring_{name}" for name in ("scale", "inverse", "offset", "down", "keys", "queries")
+        f"centring_{name}" for name in ("scale", "inverse", "offset", "along", "keys", "queries")
     }
     assert not layer.state_dict()
     assert all(buffer.dtype == torch.bfloat16 for buffer in layer.buffers())

@@ -46,6 +46,22 @@ class KeyStats:
     gains: Tensor | None = None
 
 
+Stretch = Callable[[Tensor, tuple[Tensor, Tensor]], Tensor]
+
+
+def stretched(rows: Tensor, along: tuple[Tensor, Tensor]) -> Tensor:
+    """Multiply the parts of rows [T, K, G, D] along each head's directions by gains.
+
+    along: KeyTransform.of_keys or of_queries, in any dtype
+    Returns: [T, K, G, D], contiguous.
+    """
+    tokens, heads, group, dim = rows.shape
+    rows = rows.transpose(0, 1).reshape(heads, tokens * group, dim)
+    directions, added = (part.to(rows.dtype) for part in along)
+    made = torch.baddbmm(rows, rows @ directions.transpose(1, 2), added)
+    return made.view(heads, tokens, group, dim).transpose(0, 1).contiguous()
+
+
 @dataclass(frozen=True, eq=False)
 class KeyTransform:
     """Transform of a stored key: (key - center) / scale, [K, D] each, then its part along each of a few
@@ -64,20 +80,20 @@ class KeyTransform:
     def offset(self) -> Tensor:
         return -self.center / self.scale
 
-    def stored(self, keys: Tensor) -> Tensor:
-        """Return keys [T, K, D] as the cache holds them."""
+    def stored(self, keys: Tensor, stretch: Stretch = stretched) -> Tensor:
+        """Return keys [T, K, D] as the cache holds them. stretch: a back-end's own `stretched`"""
         stored = torch.addcmul(self.offset, keys, self.inverse)
-        return stored if self.directions is None else stretched(stored[:, :, None], self.of_keys)[:, :, 0]
+        return stored if self.directions is None else stretch(stored[:, :, None], self.of_keys)[:, :, 0]
 
-    def queries(self, q: Tensor) -> Tensor:
+    def queries(self, q: Tensor, stretch: Stretch = stretched) -> Tensor:
         """Return the queries [T, K, G, D] of each KV head as they meet stored keys."""
         scaled = q * self.scale[:, None]
-        return scaled if self.directions is None else stretched(scaled, self.of_queries)
+        return scaled if self.directions is None else stretch(scaled, self.of_queries)
 
-    def restored(self, stored: Tensor) -> Tensor:
+    def restored(self, stored: Tensor, stretch: Stretch = stretched) -> Tensor:
         """Return the keys [K, T, D] that are stored as these, which may be overwritten."""
         if self.directions is not None:  # a key back is multiplied as a query is
-            stored = stretched(stored.transpose(0, 1)[:, :, None], self.of_queries)[:, :, 0].transpose(0, 1)
+            stored = stretch(stored.transpose(0, 1)[:, :, None], self.of_queries)[:, :, 0].transpose(0, 1)
         return stored.mul_(self.scale[:, None]).add_(self.center[:, None])
 
     def rows(self, index: Tensor | slice) -> KeyTransform:
@@ -115,23 +131,10 @@ class KeyTransform:
         return self._along(-1)
 
     def _along(self, power: int) -> tuple[Tensor, Tensor]:
-        """[K, D, R] and [K, R, D]: a vector's parts along the directions, and what their gains add to it."""
+        """[K, R, D] each: the directions, and what a vector gets added for its parts along them."""
         assert self.directions is not None
         assert self.gains is not None
-        return self.directions.transpose(1, 2), self.directions * (self.gains[..., None] ** power - 1)
-
-
-def stretched(rows: Tensor, along: tuple[Tensor, Tensor]) -> Tensor:
-    """Multiply the parts of rows [T, K, G, D] along each head's directions by gains.
-
-    along: KeyTransform.of_keys or of_queries
-    Returns: [T, K, G, D], contiguous.
-    """
-    tokens, heads, group, dim = rows.shape
-    rows = rows.transpose(0, 1).reshape(heads, tokens * group, dim)
-    down, up = (part.to(rows.dtype) for part in along)
-    made = torch.baddbmm(rows, rows @ down, up)
-    return made.view(heads, tokens, group, dim).transpose(0, 1).contiguous()
+        return self.directions, self.directions * (self.gains[..., None] ** power - 1)
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:

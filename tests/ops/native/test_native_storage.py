@@ -13,7 +13,7 @@ from torch import Tensor
 from unit_rows import bytes_of, unit_rows
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.ops import native, reference
+from kvreclaim.ops import key_transform, native, reference
 from kvreclaim.ops.cells import cell_view, natural_cells
 from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.formats import FORMATS
@@ -298,3 +298,24 @@ def test_walk(on_isa, isa: str, name: str) -> None:
         for _ in range(25):
             walk.step()
             walk.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 2, 7, 64), (5, 3, 1, 80), (70, 2, 4, 128), (1, 9, 3, 20)])
+@pytest.mark.parametrize("isa", BEST)
+def test_stretched_as_torch_does(on_isa, isa, shape, dtype) -> None:
+    on_isa(isa)
+    _, heads, _, dim = shape
+    rows, *along = (
+        torch.randn(size, generator=torch.manual_seed(n))
+        for n, size in enumerate((shape, (heads, 4, dim), (heads, 4, dim)))
+    )
+    rows, along = rows.to(dtype), tuple(part.div(dim**0.5).to(dtype) for part in along)
+    found = native.stretched(rows, along)
+    assert (found.dtype, found.is_contiguous()) == (dtype, True)
+    want = key_transform.stretched(rows.double(), along)
+    torch.testing.assert_close(
+        found.double(), want, rtol=2**-8 if dtype is torch.bfloat16 else 1e-5, atol=1e-5
+    )
+    swapped = rows.transpose(0, 2).contiguous().transpose(0, 2)
+    assert torch.equal(native.stretched(swapped, along), found)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.ops import key_transform
 from kvreclaim.ops.backend import Need
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.cells import CellBatch
@@ -33,6 +34,15 @@ CHUNK = 16
 """Tokens that the kernels take at once; a block has to be a multiple."""
 SPARE_BYTES = 64
 """Behind the units of a coded format: the last vector of a row may reach past them."""
+
+
+def stretched(rows: Tensor, along: tuple[Tensor, Tensor]) -> Tensor:
+    """ops.key_transform.stretched, in one call."""
+    if rows.dtype is torch.float16:
+        return key_transform.stretched(rows, along)
+    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    KERNELS.stretch(rows.contiguous(), *(part.to(rows.dtype) for part in along), out)
+    return out
 
 
 def cache_view(cache: KVCache) -> Any:

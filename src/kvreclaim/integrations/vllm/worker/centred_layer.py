@@ -20,13 +20,13 @@ class CentredKeys:
 
     centring_scale:                  [K, D], factors of queries
     centring_inverse, _offset:       [K, D], factors of keys, and what is added to them afterwards
-    centring_down, _keys, _queries:  KeyTransform.of_keys and of_queries; down is None without directions
+    centring_along, _keys, _queries: KeyTransform.of_keys and of_queries; None without directions
     """
 
     centring_scale: Tensor
     centring_inverse: Tensor
     centring_offset: Tensor
-    centring_down: Tensor | None
+    centring_along: Tensor | None
     centring_keys: Tensor
     centring_queries: Tensor
     num_heads: int
@@ -39,9 +39,9 @@ class CentredKeys:
         queries = query.view(-1, self.num_kv_heads, group, self.head_size) * self.centring_scale[:, None]
         keys = key.view(-1, self.num_kv_heads, 1, self.head_size)
         keys = torch.addcmul(self.centring_offset[:, None], keys, self.centring_inverse[:, None])
-        if self.centring_down is not None:
-            queries = stretched(queries, (self.centring_down, self.centring_queries))
-            keys = stretched(keys, (self.centring_down, self.centring_keys))
+        if self.centring_along is not None:
+            queries = stretched(queries, (self.centring_along, self.centring_queries))
+            keys = stretched(keys, (self.centring_along, self.centring_keys))
         answer: Tensor = super().forward(  # type: ignore[misc]
             queries.view(query.shape), keys.view(key.shape), value, *args, **kwargs
         )
@@ -56,10 +56,10 @@ def centre(layer: Any, kind: type[CentredKeys], own: KeyTransform, like: Tensor)
     like: of the device and the dtype of keys
     """
     own = own.to(like.device, like.dtype)
-    buffers = {"scale": own.scale, "inverse": own.inverse, "offset": own.offset, "down": None}
+    buffers = {"scale": own.scale, "inverse": own.inverse, "offset": own.offset, "along": None}
     if own.directions is not None:
-        down, keys = own.of_keys
-        buffers |= {"down": down, "keys": keys, "queries": own.of_queries[1]}
+        along, keys = own.of_keys
+        buffers |= {"along": along, "keys": keys, "queries": own.of_queries[1]}
     for name, buffer in buffers.items():
         layer.register_buffer(
             f"centring_{name}", None if buffer is None else buffer.clone(), persistent=False
