@@ -85,6 +85,10 @@ def check_transforms(found: Transforms, expected: Transforms) -> None:
     for own, want in zip(found, expected, strict=True):
         assert torch.equal(own.scale, want.scale)
         torch.testing.assert_close(own.center, want.center, rtol=1e-4, atol=1e-4)
+        assert (own.directions is None) == (want.directions is None)
+        if own.directions is not None:
+            torch.testing.assert_close(own.directions, want.directions)
+            torch.testing.assert_close(own.gains, want.gains)
         assert float(own.center.abs().max()) > 50
 
 
@@ -92,8 +96,8 @@ def rounding(transforms: Transforms) -> Callable[[int, Tensor], Tensor]:
     """What the cache makes of the keys of a layer."""
 
     def rounded(layer: int, keys: Tensor) -> Tensor:
-        scale, center = (x[:, None] for x in (transforms[layer].scale, transforms[layer].center))
-        return stored((keys - center) / scale, KIND) * scale + center
+        own = transforms[layer]
+        return own.restored(stored(own.stored(keys.transpose(0, 1)).transpose(0, 1), KIND))
 
     return rounded
 
