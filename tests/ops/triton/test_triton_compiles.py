@@ -80,7 +80,7 @@ def check(capability: int, rows: dict[str, dict[str, Any]]) -> None:
         before = recorded.get(what, {"stack": MOST_STACK - ROOM["stack"]})
         worse = [name for name, room in ROOM.items() if name in before and row[name] > before[name] + room]
         worse += ["blocks"] if row["blocks"] < before.get("blocks", 1) else []
-        worse += ["tensor_cores"] if before.get("tensor_cores", False) > row["tensor_cores"] else []
+        worse += [name for name in ("tensor_cores", "cp_async") if row[name] < before.get(name, 0)]
         assert worse == [], (what, row, before)
 
 
@@ -101,6 +101,8 @@ def test_kernels_of_coded_and_latent_caches_compile(capability: int, what: str, 
     rows = compiled(capability, [what], tmp_path)
     assert "encode_kernel" in {what.split(": ")[1].split(" ")[0] for what in rows if what != "triton"}
     check(capability, rows)
+    loads = [rows[f"{name} alone: decode_kernel 1"]["cp_async"] for name in ("int8", "fp8_e4m3", "int4")]
+    assert min(loads) >= 8, "codes are loaded ahead of time, in runs of 8 bytes and more"
 
 
 def test_steps_of_other_sizes_compile_nothing_anew(tmp_path: Path) -> None:
@@ -134,6 +136,7 @@ def test_a_worse_kernel_is_found() -> None:
         {"shared": 1 << 20},
         {"blocks": row["blocks"] - 1},
         {"tensor_cores": False},
+        {"cp_async": row["cp_async"] - 1},
     ):
         with pytest.raises(AssertionError, match="kernel"):
             check(90, {"triton": {"version": version}, what: row | worse})

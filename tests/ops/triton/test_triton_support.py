@@ -61,7 +61,7 @@ def test_wide_latents_in_fp32_need_shared_memory(monkeypatch: pytest.MonkeyPatch
     """Also where fp32 queries meet bf16 latents; a GPU of compute capability 8.6 has 99 KiB."""
     asked = need(rank=512, name=name)
     assert kernels.unsupported_reason(asked) is None
-    monkeypatch.setattr(support, "_shared_bytes", lambda device: 99 * 1024)
+    monkeypatch.setattr(support, "shared_bytes", lambda device: 99 * 1024)
     assert "144 KiB of shared memory" in str(kernels.unsupported_reason(asked))
     assert kernels.unsupported_reason(need(64, torch.bfloat16, name="int4", rank=512)) is None
 

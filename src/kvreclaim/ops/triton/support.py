@@ -43,7 +43,7 @@ def unsupported_reason(need: Need) -> str | None:
         f"dtype {need.dtype} is none of fp32, fp16 and bf16": need.dtype not in DTYPES,
         f"head dim {widest} is above {limit}": widest > limit,
         f"latents of {widest} dims in fp32 take {WIDE_FP32_BYTES >> 10} KiB of shared memory, more than is "
-        "here": _is_wide_fp32(need, widest) and _shared_bytes(need.device) < WIDE_FP32_BYTES,
+        "here": _is_wide_fp32(need, widest) and shared_bytes(need.device) < WIDE_FP32_BYTES,
     }
     reason = unavailable_reason() or next((text for text, holds in problems.items() if holds), None)
     return reason or need.kv_format.unsupported_reason(need.layers)
@@ -80,7 +80,7 @@ def dot_precision(device: torch.device) -> str:
     return "tf32x3" if has_tf32 else "ieee"
 
 
-def _shared_bytes(device: torch.device) -> int:
+def shared_bytes(device: torch.device) -> int:
     """Shared memory that a program may take, in bytes."""
     if device.type != "cuda":
         return WIDE_FP32_BYTES
