@@ -315,7 +315,7 @@ def main() -> None:
         for name in CODES:
             for shape in CODED:
                 launch_format(name, shape)
-        for name in FORMATS:
+        for name in ("bf16", *CODES):
             launch_format(name, LATENT)
     elif "formats" in sys.argv:
         launch_what_formats_add()
