@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,6 +29,7 @@ from kvreclaim.bench.systems.base import Point, SystemSetup
 from kvreclaim.bench.systems.base import Session as Opened
 from kvreclaim.bench.systems.hf import ContinuousBatching, Generate
 from kvreclaim.bench.systems.ours import KvreclaimSystem
+from kvreclaim.ops.triton import flash_trial
 from kvreclaim.plan.lengths import read_lengths
 from kvreclaim.sim.traces.drawn import Arrivals
 from scripts.gpu.session import Session
@@ -34,6 +37,8 @@ from scripts.gpu.session import Session
 HEADS = {"equal heads": "knorm", "unequal heads": "ada_kv(knorm)"}
 WARM_UPS, MORE = 3, 8
 """Steps before those that are timed, and most steps beside them."""
+FLASH_POINTS, PROFILED = 2, 32
+"""Points of the grid that FlashAttention 3 is measured at; the batch of which kernels are listed."""
 TOP, RATE = 8, 8.0
 """Kernels that are listed; requests a second."""
 HERE = Path(__file__).parent
@@ -67,23 +72,36 @@ def compression(session: Session, policy: str | None) -> CompressionConfig | Non
 
 
 def decode(session: Session) -> None:
-    """Steps of a batch with random tokens in its cache, and the kernels of a step with each kind of cache."""
+    """Steps of a batch with random tokens in its cache, and the kernels of a step with each kind of cache.
+    Then the full cache with FlashAttention 3, where it is installed."""
     points = grid(session.is_tiny)
     with random_weights(session) as setup:
-        start = perf_counter()
-        system = KvreclaimSystem("kvreclaim", setup, [point for _, point in points], kernels="triton")
-        session.add(label="load", elapsed_s=perf_counter() - start, modules=system.llm.loaded.modules)
-        seen: set[str] = set()
-        for label, point in points:
-            system.config = compression(session, HEADS.get(label))
-            system.compressor = None if system.config is None else system.llm.compressor(system.config)
-            about: Row = {"label": label, "context": point.context, "batch": point.batch}
-            with session.trying(**about), closing(system.open(point)) as opened:
-                steps = point.new_tokens - MORE
-                session.add(**about, fill_s=opened.fill_s, **stepped(system, opened, steps))
-                if label not in seen:
-                    session.add(step=label, **profiled(session, lambda: opened.run(1)))
-                    seen.add(label)
+        measure_steps(session, setup, points, "triton")
+        if session.is_tiny or importlib.util.find_spec(flash_trial.MODULE):
+            gc.collect()
+            torch.cuda.empty_cache()
+            measure_steps(
+                session, setup, [each for each in points if each[0] == "full"][:FLASH_POINTS], "auto"
+            )
+
+
+def measure_steps(
+    session: Session, setup: SystemSetup, points: list[tuple[str, Point]], kernels: str
+) -> None:
+    start = perf_counter()
+    system = KvreclaimSystem("kvreclaim", setup, [point for _, point in points], kernels=kernels)
+    elapsed_s, modules = perf_counter() - start, system.llm.loaded.modules
+    session.add(label="load", elapsed_s=elapsed_s, modules=modules, kernels=system.llm.engine.kernels)
+    for label, point in points:
+        system.config = compression(session, HEADS.get(label))
+        system.compressor = None if system.config is None else system.llm.compressor(system.config)
+        name = label if kernels == "triton" else f"{label}, kernels={kernels}"
+        about: Row = {"label": name, "context": point.context, "batch": point.batch}
+        with session.trying(**about), closing(system.open(point)) as opened:
+            steps = point.new_tokens - MORE
+            session.add(**about, fill_s=opened.fill_s, **stepped(system, opened, steps))
+            if point.batch == PROFILED or session.is_tiny:
+                session.add(step=name, **profiled(session, lambda: opened.run(1)))
 
 
 def grid(is_tiny: bool) -> list[tuple[str, Point]]:
@@ -91,7 +109,8 @@ def grid(is_tiny: bool) -> list[tuple[str, Point]]:
     if is_tiny:
         return [("full", Point(40, 2, 2 + MORE)), *((label, Point(40, 2, 12 + MORE)) for label in HEADS)]
     steps = {"full": 40, **dict.fromkeys(HEADS, 168)}
-    first = [("full", 2112, 32), ("full", 32_768, 16), *((label, 2112, 32) for label in HEADS)]
+    first = [("full", 2112, 32), ("full", 32_768, 16)]
+    first += [(label, *point) for point in ((32_768, 16), (2112, 32)) for label in HEADS]
     others = [(label, 2112, batch) for batch in (8, 64) for label in steps]
     others += [("full", 32_768, batch) for batch in (8, 22)]
     return [(label, Point(*point, steps[label] + MORE)) for label, *point in first + others]

@@ -21,6 +21,7 @@ from kvreclaim.bench.kernel_cases import (
     write,
 )
 from kvreclaim.bench.kernel_shapes import KernelShape
+from kvreclaim.ops.blocks_io import bytes_per_block, read_blocks, write_blocks
 from scripts.gpu.session import Session
 
 SMI = ("nvidia-smi", "--format=csv,noheader", "--query-gpu=driver_version,clocks.sm,clocks.mem,power.draw")
@@ -56,13 +57,30 @@ def facts(session: Session) -> None:
 
 
 def kernels(session: Session) -> None:
-    """A row for each op and shape: µs in a CUDA graph, GB/s, the host's µs, difference from the reference."""
+    """Copies to the host tier and back. Then each op and shape: µs in a CUDA graph, GB/s, the host's
+    µs, difference from the reference."""
+    with session.trying(measurement="host tier"):
+        host_tier(session)
     with torch.inference_mode():
         for case in cases(session):
             shape = case.shape
             about = {"op": case.op, "context": shape.context, "batch": shape.batch}
             with session.trying(**about, kv_cache_dtype=shape.format.name, block_size=shape.block_size):
                 session.add(**bench.measured(case, "triton", 1 if session.is_tiny else 5))
+
+
+def host_tier(session: Session) -> None:
+    """GB/s of scattered blocks of a model's layers to neighbouring host slots, and back."""
+    blocks, layers = (4, 2) if session.is_tiny else (256, 32)
+    plane = (layers, blocks, 8, 16, 128)
+    planes = torch.zeros(2, *plane, dtype=getattr(torch, session.dtype), device=session.device).unbind()
+    size = (blocks, bytes_per_block(planes))
+    slots = torch.zeros(size, dtype=torch.uint8, pin_memory=not session.is_tiny)
+    ids, places = torch.randperm(blocks).tolist(), list(range(blocks))
+    out_s = bench.median_time(lambda: read_blocks(planes, ids, slots, places), session.device)
+    in_s = bench.median_time(lambda: write_blocks(planes, slots, places, ids), session.device)
+    for copy, bus, elapsed_s in (("read_blocks", "d2h_gb_s", out_s), ("write_blocks", "h2d_gb_s", in_s)):
+        session.add(copy=copy, bus=bus, blocks=blocks, gb_s=slots.nbytes / elapsed_s / 1e9)
 
 
 def cases(session: Session) -> Iterator[KernelCase]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvreclaim.bench.common import Row, markdown
+from scripts.gpu.bars import bars
 
 PERFORMANCE = Path(__file__).parent.parent.parent / "docs" / "performance.md"
 BEGIN, END = "<!-- tables of make gpu -->\n", "<!-- end of tables -->\n"
@@ -22,13 +23,14 @@ TABLES = {
         "passes",
         "label context batch ms_median ms_mean ms_max tokens_per_s gb share passes refusals",
     ),
+    "Host tier": ("bus", "copy blocks gb_s share"),
     "Kernels of one step": ("launches", "step launches device_ms most"),
     "Kernels": ("op", "op context batch kv_cache_dtype block_size us gb_s share host_us graph error"),
     "Peers": ("peer", "peer context batch us gb_s share ms tokens_per_s"),
     "Serving": ("rate", "label rate num tokens_per_s ttft_ms_p50 ttft_ms_p99 tpot_ms_p50 tpot_ms_p99"),
     "Parts": ("state", "part state elapsed_s why"),
 }
-"""The field that its rows have, and all fields; share: of the bandwidth of a copy."""
+"""The field that its rows have, and all fields; share: of the bandwidth of a copy, or of the bus."""
 TESTS = ("passed", "failed", "skipped")
 
 
@@ -41,14 +43,14 @@ def page(rows: list[Row]) -> str:
 
 
 def tables(rows: list[Row]) -> str:
-    """Figures, tests, what failed."""
+    """Bars, figures, tests, what failed."""
     facts: Row = {name: value for row in rows if row["part"] == "facts" for name, value in row.items()}
     facts = {name: facts[name] for name in CEILINGS.split() if name in facts}
     failed = [row for row in rows if "failed" in row]
     found = [row for row in rows if ("failed" not in row and row["part"] != "facts") or "state" in row]
-    if copy := facts.get("copy_gb_s"):
-        found = [row | {"share": f"{row['gb_s'] / copy:.0%}"} if "gb_s" in row else row for row in found]
-    made = []
+    shares = [(row, facts.get(row.get("bus", "copy_gb_s"))) for row in found]
+    found = [row | {"share": row["gb_s"] / of} if of and "gb_s" in row else row for row, of in shares]
+    made = [f"### Bars\n\n{markdown(('bar', 'must be', 'measured', 'met'), bars(found))}"]
     for title, (key, fields) in TABLES.items():
         names = fields.split()
         lines = [[cell(row.get(name)) for name in names] for row in (facts, *found) if key in row]

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from scripts.gpu.__main__ import ROOT
 from scripts.gpu.session import MOST_TEXT, Session
 
 JOBS, BROKEN = "12", 77
@@ -33,7 +34,12 @@ def first(session: Session) -> None:
 
 def kernels(session: Session) -> None:
     """The other tests of kernels."""
-    run(session, sorted({str(file) for file in Path().glob(f"{KERNELS}*.py")} - {*FIRST}))
+    run(session, kernel_files())
+
+
+def kernel_files() -> list[str]:
+    files = (file.relative_to(ROOT) for file in ROOT.glob(f"{KERNELS}*.py"))
+    return sorted({str(file) for file in files} - {*FIRST})
 
 
 def engine(session: Session) -> None:

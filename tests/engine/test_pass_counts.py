@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 import tiny
+import torch
 from launches import counted
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams
 from kvreclaim.calibrate.calibration import calibrate
+from kvreclaim.compression import layer_stacks
+from kvreclaim.engine.compact import cells
 from kvreclaim.model_paths import STATS_FILE
 from kvreclaim.ops import triton
+from kvreclaim.ops.working_memory import working_bytes
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=34, ignore_eos=True)
 UNEVEN = ("shares(surrogate)", "ada_kv(knorm)")
@@ -102,3 +106,29 @@ def test_first_pass_of_unequal_heads(policy, model, monkeypatch):
     """While all heads hold the same tokens, layers are scored together as for equal heads."""
     many, deep = [rounds(model(*shape), policy, 1, monkeypatch)[0] for shape in ((2, 8), (4, 8))]
     assert many.total == deep.total <= 120
+
+
+TOKENS = 2176
+"""Of a sequence at a pass, at a budget of 2,048."""
+
+
+@pytest.mark.parametrize("policy", ["triattention", "expected_attention", "r_kv", "shares(surrogate)"])
+def test_passes_of_a_real_size(policy, model, monkeypatch):
+    """Stacks and moves as many as a Llama of 8B takes on a GPU of 80 GB: a tenth of what its weights leave is
+    not the pool's."""
+    gpu, free = torch.device("cuda"), (80 - 16) * 10**9 // 10
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 * 10**9))
+    path, tokens = model(4, 8), 64
+    shape = LLM(path, dtype="float32", device="cpu", num_blocks=8).loaded.facts.layers[0]
+    of_8b, of_tiny = 32 * 8 * 256, 4 * 8 * (shape.head_dim + shape.v_head_dim)
+    for module, bits in ((layer_stacks, 32), (cells, 16)):
+        found = working_bytes(gpu, module.MAX_BYTES) / (of_8b * TOKENS * bits // 8)
+        monkeypatch.setattr(module, "MAX_BYTES", int(found * of_tiny * tokens * 4))
+    assert max(launches.total for launches in rounds(path, policy, 1, monkeypatch)) <= 100
+
+
+def test_working_memory(monkeypatch):
+    """On a CPU what it is; on a GPU more, if much is free."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8000, 9000))
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert (working_bytes(cpu, 10), working_bytes(gpu, 10), working_bytes(gpu, 2000)) == (10, 1000, 2000)

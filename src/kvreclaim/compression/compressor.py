@@ -118,7 +118,7 @@ class Compressor:
         alone = self.mode is Mode.PER_LAYER_HEAD and not self.eviction_method.whole_blocks
         self._voters = tuple(full if full and not alone else range(facts.num_layers))
         widest = None if full else max(window for window in windows if window is not None)
-        self.stacks = LayerStacks(facts.layers, self.stats, self._voters)
+        self.stacks = LayerStacks(facts, self.stats, self._voters)
         self._heads: dict[tuple[int, int], tuple[LayerFacts, LayerStats | None]] = {}
         self._windows = tuple(windows if alone else [widest] * facts.num_layers)
         self._siblings: dict[int, Compressor] = {}

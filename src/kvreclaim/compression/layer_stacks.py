@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,14 +13,16 @@ from torch import Tensor
 
 from kvreclaim.compression.policy import LayerSignals
 from kvreclaim.compression.stats import LayerStats
-from kvreclaim.ops.facts import LayerFacts, joined_softmax
+from kvreclaim.ops.facts import LayerFacts, ModelFacts, joined_softmax
 from kvreclaim.ops.key_source import KeySource
+from kvreclaim.ops.working_memory import working_bytes
 
 Layers = tuple[int, ...]
 StackSource = Callable[[Layers], KeySource]
 
 MAX_BYTES = 1 << 28
-"""Keys and values of a stack's layers in fp32, which some policies copy out of the cache."""
+"""Keys and values of a stack's layers in fp32, which some policies copy out of the cache; more on a GPU with
+much free memory."""
 
 
 class LayerStacks:
@@ -28,24 +31,29 @@ class LayerStacks:
     layers: the model's layers that are scored
     """
 
-    def __init__(
-        self, facts: Sequence[LayerFacts], stats: Sequence[LayerStats] | None, layers: Sequence[int]
-    ) -> None:
-        self._facts, self._stats, self._layers = facts, stats, layers
+    def __init__(self, model: ModelFacts, stats: Sequence[LayerStats] | None, layers: Sequence[int]) -> None:
+        self._facts, self._stats, self._layers, self._device = model.layers, stats, layers, model.device
         self._made: dict[Layers, tuple[LayerFacts, LayerStats | None]] = {}
         self._joined: dict[Layers, LayerStats] = {}
         self._alike: dict[tuple[object, ...], list[int]] = {}
         for layer in layers:
-            self._alike.setdefault(_kind(facts[layer]), []).append(layer)
+            self._alike.setdefault(_kind(self._facts[layer]), []).append(layer)
+
+    @cached_property
+    def max_bytes(self) -> int:
+        """Keys and values of a stack in fp32, by the memory that is free at the first pass."""
+        return working_bytes(self._device, MAX_BYTES)
 
     def split(self, num_tokens: int, stacks: bool) -> Iterator[Layers]:
-        """Yield the layers in stacks of at most MAX_BYTES for sequences of so many tokens, or one by one."""
+        """Yield the layers in stacks of at most max_bytes for sequences of so many tokens, or one by one."""
         if not stacks:
             yield from ((layer,) for layer in self._layers)
             return
         first = self._facts[0]
         of_layer = 4 * num_tokens * first.num_kv_heads * (first.head_dim + first.v_head_dim)
-        width = 1 << max(0, (MAX_BYTES // of_layer).bit_length() - 1)  # a power of two: few stacks are made
+        width = 1 << max(
+            0, (self.max_bytes // of_layer).bit_length() - 1
+        )  # a power of two: few stacks are made
         for alike in self._alike.values():
             yield from (tuple(alike[i : i + width]) for i in range(0, len(alike), width))
 

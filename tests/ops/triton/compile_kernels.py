@@ -7,8 +7,9 @@
     python compile_kernels.py 90 --record # adds what it found to compiled.json, with which later ones compare
 
 Prints a JSON object per compiled variant: what was launched, the kernel, its registers, bytes of stack
-(spills) and of shared memory, whether it has tensor-core instructions, and how many blocks fit on a
-multiprocessor. Launches become compilations, so results are whatever was in memory.
+(spills) and of shared memory, whether it has tensor-core instructions, the widest of its asynchronous loads
+in bytes, and how many blocks fit on a multiprocessor. Launches become compilations, so results are whatever
+was in memory.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class NoDriver:
 
 
 def facts(kernel: Any, capability: int) -> dict[str, Any]:
-    """Registers, stack, shared memory, tensor-core instructions and occupancy of a compiled kernel."""
+    """Registers, stack, shared memory, tensor-core instructions, asynchronous loads and occupancy of a
+    compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(kernel.asm["cubin"])
         program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -100,6 +102,7 @@ def facts(kernel: Any, capability: int) -> dict[str, Any]:
     used = {name: int(size) for name, size in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     meta, threads = kernel.metadata, kernel.metadata.num_warps * 32
     products = re.search(r"wgmma\.mma_async|tcgen05\.mma|\bmma\.sync", kernel.asm["ptx"])
+    loads = re.findall(r"cp\.async\.c[ag]\.shared\.global[^\n]*?, (0x[0-9a-f]+)", kernel.asm["ptx"])
     fit = (
         65536 // (used["REG"] * threads),
         SM_BYTES[capability] // (meta.shared + 1024),
@@ -110,6 +113,7 @@ def facts(kernel: Any, capability: int) -> dict[str, Any]:
         "stack": used["STACK"] + used["LOCAL"],
         "shared": meta.shared,
         "tensor_cores": products is not None,
+        "cp_async": max((int(width, 16) for width in loads), default=0),
         "blocks": min(fit),
     }
 
@@ -131,6 +135,7 @@ def compile_instead_of_launching(capability: int, rows: dict[str, dict[str, Any]
     JITFunction.run = run
     for module in (attention, experts, latent, packed, scoring):
         module.dot_precision = lambda device: "tf32x3"
+    attention.shared_bytes = lambda device: SM_BYTES[capability] - 1024
 
 
 def launch_attention(w: World, **how: Any) -> None:
@@ -310,7 +315,7 @@ def main() -> None:
         for name in CODES:
             for shape in CODED:
                 launch_format(name, shape)
-        for name in FORMATS:
+        for name in ("bf16", *CODES):
             launch_format(name, LATENT)
     elif "formats" in sys.argv:
         launch_what_formats_add()

@@ -69,8 +69,8 @@ def compiled(capability: int, what: list[str], cache: Path) -> dict[str, dict[st
 
 
 def check(capability: int, rows: dict[str, dict[str, Any]]) -> None:
-    """Shared memory against the GPU's, everything else against what is recorded of this version of Triton, or
-    of the newest one that is not newer."""
+    """Compare shared memory with the GPU's, everything else with what is recorded of this version of Triton,
+    or of the newest one that is not newer."""
     version = rows.pop("triton")["version"]
     known = [each for each in RECORDED if numbers(each) <= numbers(version)]
     recorded = RECORDED[max(known, key=numbers)].get(f"sm_{capability}", {})
@@ -80,7 +80,7 @@ def check(capability: int, rows: dict[str, dict[str, Any]]) -> None:
         before = recorded.get(what, {"stack": MOST_STACK - ROOM["stack"]})
         worse = [name for name, room in ROOM.items() if name in before and row[name] > before[name] + room]
         worse += ["blocks"] if row["blocks"] < before.get("blocks", 1) else []
-        worse += ["tensor_cores"] if before.get("tensor_cores", False) > row["tensor_cores"] else []
+        worse += [name for name in ("tensor_cores", "cp_async") if row[name] < before.get(name, 0)]
         assert worse == [], (what, row, before)
 
 
@@ -101,6 +101,8 @@ def test_kernels_of_coded_and_latent_caches_compile(capability: int, what: str, 
     rows = compiled(capability, [what], tmp_path)
     assert "encode_kernel" in {what.split(": ")[1].split(" ")[0] for what in rows if what != "triton"}
     check(capability, rows)
+    loads = [rows[f"{name} alone: decode_kernel 1"]["cp_async"] for name in ("int8", "fp8_e4m3", "int4")]
+    assert min(loads) >= 8, "codes are loaded ahead of time, in runs of 8 bytes and more"
 
 
 def test_steps_of_other_sizes_compile_nothing_anew(tmp_path: Path) -> None:
@@ -128,12 +130,14 @@ def test_steps_of_other_sizes_compile_nothing_anew(tmp_path: Path) -> None:
 def test_a_worse_kernel_is_found() -> None:
     version = max(RECORDED, key=numbers)
     what, row = next((what, row) for what, row in RECORDED[version]["sm_90"].items() if row["tensor_cores"])
+    row = {"cp_async": 0} | row
     for worse in (
         {"registers": row["registers"] + 17},
         {"stack": row["stack"] + 33},
         {"shared": 1 << 20},
         {"blocks": row["blocks"] - 1},
         {"tensor_cores": False},
+        {"cp_async": row["cp_async"] - 1},
     ):
         with pytest.raises(AssertionError, match="kernel"):
             check(90, {"triton": {"version": version}, what: row | worse})

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from triton_pair import DEVICE
 
+from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import triton as kernels
-from kvreclaim.ops.backend import Need
+from kvreclaim.ops.backend import Need, choose_backend
 from kvreclaim.ops.facts import LayerFacts, Softmax
 from kvreclaim.ops.formats import FORMATS
 from kvreclaim.ops.triton import support
@@ -57,13 +59,21 @@ def test_what_is_not_served_is_named(asked: Need, reason: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "int4"])
-def test_wide_latents_in_fp32_need_shared_memory(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Also where fp32 queries meet bf16 latents; a GPU of compute capability 8.6 has 99 KiB."""
-    asked = need(rank=512, name=name)
-    assert kernels.unsupported_reason(asked) is None
-    monkeypatch.setattr(support, "_shared_bytes", lambda device: 99 * 1024)
-    assert "144 KiB of shared memory" in str(kernels.unsupported_reason(asked))
-    assert kernels.unsupported_reason(need(64, torch.bfloat16, name="int4", rank=512)) is None
+def test_wide_latents_in_fp32_take_the_reference_on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Also where fp32 queries meet bf16 latents. Compiled kernels would spill kilobytes of registers."""
+    wide, device = need(rank=512, name=name), torch.device("cuda")
+    if support.is_interpreted():
+        assert kernels.unsupported_reason(wide) is None
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    wide = replace(wide, device=device)
+    choice = choose_backend("auto", wide)
+    assert choice.backend.NAME == "reference"
+    assert "latents of 512 dims in fp32 take more registers" in str(choice.why_not)
+    with pytest.raises(InvalidArgumentError, match="latents of 512 dims in fp32"):
+        choose_backend("triton", wide)
+    for served in (need(64, torch.bfloat16, device, "int4", 512), need(rank=256, device=device, name=name)):
+        assert kernels.unsupported_reason(served) is None
 
 
 def test_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

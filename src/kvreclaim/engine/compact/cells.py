@@ -7,6 +7,7 @@ those of any other sequence.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -23,9 +24,11 @@ from kvreclaim.ops.cells import cell_view, head_tokens, natural_cells
 from kvreclaim.ops.head_rows import HeadRows
 from kvreclaim.ops.key_source import KeySource, PagedSource
 from kvreclaim.ops.moving import move
+from kvreclaim.ops.working_memory import working_bytes
 
 MAX_BYTES = 1 << 26
-"""Keys and values that are in flight at once in a compaction (twice: as they lay and as they will)."""
+"""Keys and values that are in flight at once in a compaction (twice: as they lay and as they will); more on a
+GPU with much free memory."""
 
 
 class UnevenPass:
@@ -34,6 +37,11 @@ class UnevenPass:
     def __init__(self, context: PassContext) -> None:
         self.context = context
         self.cells = cell_view(context.cache)
+
+    @cached_property
+    def max_cells(self) -> int:
+        """Cells in flight at once, by the memory that is free at the first pass."""
+        return working_bytes(self.context.cache.device, MAX_BYTES) // self.cells.bytes_per_block
 
     def choose(self, jobs: list[CompactionJob]) -> list[tuple[UnevenChoice, HeadRows | None]]:
         """The kept slots of every head, `budget` tokens on average; and their logical positions, int32, if
@@ -107,7 +115,7 @@ class UnevenPass:
 
     def apply(self, job: CompactionJob, choice: tuple[UnevenChoice, HeadRows | None]) -> CompactionResult:
         """Move each head's survivors into its cells of the new table. Heads are gathered whole before they
-        are written, MAX_BYTES at a time."""
+        are written, about max_cells at a time."""
         chosen, positions = choice
         cache, state, kept = self.context.cache, job.seq.state, chosen.kept
         tokens, present = self._lengths(job), self._present(job)
@@ -116,7 +124,7 @@ class UnevenPass:
             present, num_held, num_kept, natural_cells(cache, np.array(job.plan.target_ids))
         )
         moves = CellMoves(present, num_held, kept, cells, order)
-        for slots, sources, targets in moves.parts(cache.block_size, MAX_BYTES // self.cells.bytes_per_block):
+        for slots, sources, targets in moves.parts(cache.block_size, self.max_cells):
             self.context.backend.compact(self.cells, slots[None, None], sources, targets)
             if self.context.signals.scores is not None:
                 self.context.signals.scores.compact_cells(slots, sources, targets)

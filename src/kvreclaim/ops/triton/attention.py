@@ -13,7 +13,7 @@ from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.ops.formats import KVFormat
 from kvreclaim.ops.kv_cache import KVCache, LayerCache
 from kvreclaim.ops.triton.attention_kernels import decode_kernel, reduce_kernel, tile_kernel
-from kvreclaim.ops.triton.layout import layout_of, rows_in, store_of
+from kvreclaim.ops.triton.layout import KernelLayout, layout_of, rows_in, store_of
 from kvreclaim.ops.triton.plan import (
     DecodeTables,
     Sequences,
@@ -24,13 +24,21 @@ from kvreclaim.ops.triton.plan import (
     slot_positions,
     tile_splits,
 )
-from kvreclaim.ops.triton.support import dot_precision, keeps_16_bits, new_output, padded
+from kvreclaim.ops.triton.support import (
+    dot_precision,
+    keeps_16_bits,
+    new_output,
+    padded,
+    shared_bytes,
+)
 
 LOG2_E = 1.4426950408889634
 QUERY_ROWS = 64
 """Rows of a query tile: queries times the query heads of a KV head."""
 DECODE_ROWS = 16
 LATENT_ROWS = 16
+HOPPER_BYTES = 200 << 10
+"""Shared memory that a program may take on Hopper and later data center GPUs, at least."""
 SHARES_AT_ONCE = 16
 """Shares that a step of the reduction takes."""
 
@@ -120,7 +128,7 @@ def _decode(
         "A": _variant(q, layer, tile, positions),
     }
     grid = (len(units), layer.cache.num_kv_heads * tile.pieces)
-    more = _of_a_call(q, layer, tables.seqs) | {"IS_SPLIT": shares is not None}
+    more = _of_a_call(q, layer, tables.seqs, tile) | {"IS_SPLIT": shares is not None}
     decode_kernel[grid](rows_in(q), units=units, **given, **more)
     if shares is not None:
         _reduce((len(tables.seq_ids), q.shape[1]), given, tables.seq_ids, shares.firsts)
@@ -147,7 +155,7 @@ def _prefill(
         "L": layout_of(layer.cache),
         "A": _variant(q, layer, heads, positions),
     }
-    more = _of_a_call(q, layer, given["seqs"]) | {"IS_SPLIT": splits > 1}
+    more = _of_a_call(q, layer, given["seqs"], heads) | {"IS_SPLIT": splits > 1}
     tile_kernel[(count, programs, splits)](rows_in(q), tiles=tiles, **given, **more)
     if splits > 1:
         _reduce((rows, q.shape[1]), given, tiles, tiles, splits, heads.queries)
@@ -219,7 +227,7 @@ def _variant(q: Tensor, layer: LayerCache, tile: HeadTile, positions: SlotPositi
         GROUP=q.shape[1] // cache.num_kv_heads,
         PIECES=tile.pieces,
         BLOCK_M=tile.rows,
-        BLOCK_N=_tile_tokens((layout.BLOCK_D + layout.BLOCK_DV) * operands.itemsize, cache.format),
+        BLOCK_N=_tile_tokens(layout, operands.itemsize, cache, _decodes_codes(q, cache, tile)),
         HAS_SOFTCAP=softmax.softcap is not None,
         HAS_WINDOW=has_window,
         HAS_POSITIONS=has_window and positions is not None,
@@ -229,28 +237,39 @@ def _variant(q: Tensor, layer: LayerCache, tile: HeadTile, positions: SlotPositi
     )
 
 
-def _of_a_call(q: Tensor, layer: LayerCache, seqs: Sequences) -> dict[str, int]:
+def _of_a_call(q: Tensor, layer: LayerCache, seqs: Sequences, tile: HeadTile) -> dict[str, int]:
     """Arguments that both attention kernels take, warps of a program and tiles in flight."""
     cache = layer.cache
-    layout, itemsize = layout_of(cache), _operands(q, cache).itemsize
-    stages = _stages(cache.format, itemsize, max(layout.BLOCK_D, layout.BLOCK_DV))
+    layout, decodes_codes = layout_of(cache), _decodes_codes(q, cache, tile)
+    stages = _stages(cache.format, _operands(q, cache).itemsize, layout, decodes_codes)
     resources = {"num_warps": 4 if layout.BLOCK_DV <= 128 else 8, "num_stages": stages}
     stride = seqs.block_table.stride(0)
     return {"table_stride": stride, "layer": layer.index, **resources}
 
 
-def _tile_tokens(bytes_per_token: int, form: KVFormat) -> int:
+def _decodes_codes(q: Tensor, cache: KVCache, tile: HeadTile) -> bool:
+    """Return whether few 16-bit queries meet codes of at most 128 dims: registers then suffice for more of
+    them in flight."""
+    few = tile.rows == DECODE_ROWS and _operands(q, cache).itemsize == 2
+    return few and not cache.format.is_plain and max(cache.shape.k_dim, cache.shape.v_dim) <= 128
+
+
+def _tile_tokens(layout: KernelLayout, itemsize: int, cache: KVCache, decodes_codes: bool) -> int:
     """Tokens of a tile of K and V, so that three stages of it fit in 96 KiB of shared memory; fewer where
-    decoding takes many registers."""
-    most = 32 if form.is_rotated else 64
-    return max(16, min(most, 1 << (32768 // bytes_per_token).bit_length() - 1))
+    decoding takes many registers. Tiles of int8 lie there as codes: from Hopper on, wider ones leave as many
+    programs on a multiprocessor."""
+    dims, most = layout.BLOCK_D + layout.BLOCK_DV, 32 if cache.format.is_rotated else 64
+    is_wide = decodes_codes and cache.format.name == "int8" and dims == 256
+    if is_wide and shared_bytes(cache.device) >= HOPPER_BYTES:
+        return 128
+    return max(16, min(most, 1 << (32768 // (dims * itemsize)).bit_length() - 1))
 
 
-def _stages(form: KVFormat, itemsize: int, block_dims: int) -> int:
+def _stages(form: KVFormat, itemsize: int, layout: KernelLayout, decodes_codes: bool) -> int:
     """Tiles in flight: three, less where rows of fp32 leave no shared memory for them, or where look-ups of
     levels would be held there ahead of time."""
     if form.is_rotated:
-        return 1
+        return 2 if decodes_codes and form.name == "int4" else 1
     if itemsize == 2:
         return 3
-    return 2 if block_dims <= 128 else 1
+    return 2 if max(layout.BLOCK_D, layout.BLOCK_DV) <= 128 else 1

@@ -17,11 +17,11 @@ from kvreclaim.ops.backend import Need
 MAX_HEAD_DIM = 256
 MAX_LATENT_DIM = 512
 """Largest dim of a latent cache's values, the wider part of its keys."""
-WIDE_FP32_BYTES = 144 * 1024
-"""Shared memory that attention takes over them in fp32, at most; less than 97 KiB in 16 bits."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INTERPRETED_PROCESSORS = 8
 """Multiprocessors that Triton's interpreter pretends to have."""
+INTERPRETED_SHARED_BYTES = 99 << 10
+"""Shared memory that it pretends to have: that of the smallest GPUs with bf16."""
 
 
 def unavailable_reason() -> str | None:
@@ -42,8 +42,9 @@ def unsupported_reason(need: Need) -> str | None:
         f"device is {need.device.type}, not cuda": need.device.type != "cuda" and not is_interpreted(),
         f"dtype {need.dtype} is none of fp32, fp16 and bf16": need.dtype not in DTYPES,
         f"head dim {widest} is above {limit}": widest > limit,
-        f"latents of {widest} dims in fp32 take {WIDE_FP32_BYTES >> 10} KiB of shared memory, more than is "
-        "here": _is_wide_fp32(need, widest) and _shared_bytes(need.device) < WIDE_FP32_BYTES,
+        f"latents of {widest} dims in fp32 take more registers than a GPU has, load the model in 16 bits": (
+            _is_wide_fp32(need, widest) and not is_interpreted()
+        ),
     }
     reason = unavailable_reason() or next((text for text, holds in problems.items() if holds), None)
     return reason or need.kv_format.unsupported_reason(need.layers)
@@ -80,10 +81,11 @@ def dot_precision(device: torch.device) -> str:
     return "tf32x3" if has_tf32 else "ieee"
 
 
-def _shared_bytes(device: torch.device) -> int:
+@cache
+def shared_bytes(device: torch.device) -> int:
     """Shared memory that a program may take, in bytes."""
     if device.type != "cuda":
-        return WIDE_FP32_BYTES
+        return INTERPRETED_SHARED_BYTES
     properties = torch.cuda.get_device_properties(device)
     most: int = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
     return most

@@ -67,9 +67,11 @@ class ReferenceDecode:
         return out
 
 
-def use_graphs(llm: LLM, num_drafts: int = 0) -> tuple[DecodeGraphs, Replayed]:
+def use_graphs(
+    llm: LLM, num_drafts: int = 0, fails: Callable[[int], bool] = lambda rows: False
+) -> tuple[DecodeGraphs, Replayed]:
     """Let an engine over the reference replay its decode steps, with so many drafts of each sequence."""
-    engine, capture = llm.engine, Replayed()
+    engine, capture = llm.engine, Replayed(fails)
     assert engine.config.max_model_len is not None
     backend: Any = ReferenceDecode()
     engine.runner.graphs = DecodeGraphs(
