@@ -241,7 +241,8 @@ def _of_a_call(q: Tensor, layer: LayerCache, seqs: Sequences, tile: HeadTile) ->
     """Arguments that both attention kernels take, warps of a program and tiles in flight."""
     cache = layer.cache
     layout, decodes_codes = layout_of(cache), _decodes_codes(q, cache, tile)
-    stages = _stages(cache.format, _operands(q, cache).itemsize, layout, decodes_codes)
+    prefetches = decodes_codes and cache.format.name == "int4" and _is_hopper(cache)
+    stages = _stages(cache.format, _operands(q, cache).itemsize, layout, prefetches)
     resources = {"num_warps": 4 if layout.BLOCK_DV <= 128 else 8, "num_stages": stages}
     stride = seqs.block_table.stride(0)
     return {"table_stride": stride, "layer": layer.index, **resources}
@@ -254,22 +255,27 @@ def _decodes_codes(q: Tensor, cache: KVCache, tile: HeadTile) -> bool:
     return few and not cache.format.is_plain and max(cache.shape.k_dim, cache.shape.v_dim) <= 128
 
 
+def _is_hopper(cache: KVCache) -> bool:
+    """Return whether the device has the shared memory of Hopper and later."""
+    return shared_bytes(cache.device) >= HOPPER_BYTES
+
+
 def _tile_tokens(layout: KernelLayout, itemsize: int, cache: KVCache, decodes_codes: bool) -> int:
     """Tokens of a tile of K and V, so that three stages of it fit in 96 KiB of shared memory; fewer where
     decoding takes many registers. Tiles of int8 lie there as codes: from Hopper on, wider ones leave as many
     programs on a multiprocessor."""
     dims, most = layout.BLOCK_D + layout.BLOCK_DV, 32 if cache.format.is_rotated else 64
-    is_wide = decodes_codes and cache.format.name == "int8" and dims == 256
-    if is_wide and shared_bytes(cache.device) >= HOPPER_BYTES:
+    if decodes_codes and cache.format.name == "int8" and dims == 256 and _is_hopper(cache):
         return 128
     return max(16, min(most, 1 << (32768 // (dims * itemsize)).bit_length() - 1))
 
 
-def _stages(form: KVFormat, itemsize: int, layout: KernelLayout, decodes_codes: bool) -> int:
+def _stages(form: KVFormat, itemsize: int, layout: KernelLayout, prefetches: bool) -> int:
     """Tiles in flight: three, less where rows of fp32 leave no shared memory for them, or where look-ups of
-    levels would be held there ahead of time."""
+    levels would be held there ahead of time. prefetches: two of a rotated format cost no program of a
+    multiprocessor"""
     if form.is_rotated:
-        return 2 if decodes_codes and form.name == "int4" else 1
+        return 2 if prefetches else 1
     if itemsize == 2:
         return 3
     return 2 if max(layout.BLOCK_D, layout.BLOCK_DV) <= 128 else 1
