@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 SHARE = 8
-"""Of a GPU's free memory, one part in so many."""
+"""A pass takes at most one part in so many of a GPU's free memory."""
 
 
 def working_bytes(device: torch.device, least: int) -> int:
