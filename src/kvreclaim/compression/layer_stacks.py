@@ -51,9 +51,8 @@ class LayerStacks:
             return
         first = self._facts[0]
         of_layer = 4 * num_tokens * first.num_kv_heads * (first.head_dim + first.v_head_dim)
-        width = 1 << max(
-            0, (self.max_bytes // of_layer).bit_length() - 1
-        )  # a power of two: few stacks are made
+        most = self.max_bytes // of_layer
+        width = 1 << max(0, most.bit_length() - 1)  # a power of two: few stacks are made
         for alike in self._alike.values():
             yield from (tuple(alike[i : i + width]) for i in range(0, len(alike), width))
 

@@ -132,9 +132,9 @@ class StatsBuilder:
         cov = _covariance(queries, mean) if self.covariance else None
         groups = self.facts.layers[layer].num_kv_heads
         energy = _energy(queries).unflatten(0, (groups, -1)).mean(1)
-        self._queries[layer] = (
-            rotated_moment(queries, layout, self.facts.max_position).unflatten(0, (groups, -1)).mean(1)
-        )
+        if not self.facts.layers[layer].latent:
+            moment = rotated_moment(queries, layout, self.facts.max_position)
+            self._queries[layer] = moment.unflatten(0, (groups, -1)).mean(1)
         parts: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
         if self.clustering.num_centers:
             points = queries.reshape(groups, -1, queries.shape[-1]) if self.clustering.shared else queries
