@@ -392,7 +392,7 @@ class Shadow:
             far, other = (want - token).norm(dim=-1), (got - token).norm(dim=-1)
             most = far * AS_NEAR + want.norm(dim=-1) * SCALE_STEP
             found.append(torch.where((other <= most)[..., None], got, want))
-        return keys.restored(found[0].transpose(0, 1)).transpose(0, 1), found[1]
+        return keys.restored(found[0].transpose(0, 1).float()).transpose(0, 1), found[1]
 
     def _stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """What the cache makes of keys [T, K, D] and values [T, K, Dv]."""

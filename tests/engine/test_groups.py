@@ -118,7 +118,7 @@ def test_formats(family, kv_format, make_llm, monkeypatch):
     ("family", "kernels", "dtype", "kv_format"),
     [
         *(("gemma2", "native", "float32", form) for form in CODED),
-        *(("gpt-oss", "native", "bfloat16", form) for form in CODED),
+        *(("gpt-oss", "native", dtype, form) for form in CODED for dtype in ("float32", "bfloat16")),
         *(("llama4", "reference", "float32", form) for form in CODED),
         ("gemma3", "reference", "float32", "int4"),
     ],
@@ -149,7 +149,8 @@ def test_windows_keep_the_models_dtype_beside_codes(family, kernels, dtype, kv_f
         assert [out.error for out in outputs] == [None] * 3
     assert not shadow.wrong
     assert shadow.num_hits
-    assert shadow.worst <= (1e-3 if dtype == "float32" else 2e-2)
+    # Queries that are stretched along directions are rounded to bf16 once more than the shadow's.
+    assert shadow.worst <= (1e-3 if dtype == "float32" else 6e-2)
     assert_idle(llm)
 
 

@@ -83,11 +83,11 @@ def check_limits(config: CompressionConfig, own: CompressionConfig | None, limit
     )
 
 
-def check_budget(prompt: RequestSpec, served: ServedModel, most: int | None) -> None:
+def check_budget(prompt: RequestSpec, served: ServedModel, most: int) -> None:
     """Check the budget that a request's compression gives its prompt: at most `most` tokens, or what the
     server's own gives it. Raises: ApiError 400."""
     config, own = prompt.compression, served.compression
-    if most is None or config is None:
+    if config is None:
         return
     snapshots = prompt.option(SnapshotUse)
     length = (snapshots and snapshots.compress_prompt_at) or len(prompt.prompt_token_ids)

@@ -235,8 +235,9 @@ class Service:
         """
         tenant, n = prompts[0].tenant, prompts[0].num_sequences
         self.check_room(tenant, len(prompts), n)
-        for prompt in prompts:
-            check_budget(prompt, self.engine.served, self.config.max_kv_budget)
+        if self.config.max_kv_budget is not None:
+            for prompt in prompts:
+                check_budget(prompt, self.engine.served, self.config.max_kv_budget)
         with self.room.take(tenant, len(prompts) * n):
             async with self._queued(request_id, prompts) as streams:
                 yield streams
