@@ -134,6 +134,5 @@ def _restored(stored: Tensor, tokens: PagedTokens, stretch: Stretch) -> Tensor:
         return own.restored(stored, stretch)
     size = tokens.cache.block_size
     cells = torch.nn.functional.pad(stored[0], (0, 0, 0, -tokens.num_tokens % size)).unflatten(0, (-1, size))
-    return (
-        own.rows(tokens.heads[: len(cells)]).restored(cells, stretch).flatten(0, 1)[None, : tokens.num_tokens]
-    )
+    keys = own.rows(tokens.heads[: len(cells)]).restored(cells, stretch)
+    return keys.flatten(0, 1)[None, : tokens.num_tokens]

@@ -29,9 +29,22 @@ class CentredKeys:
     centring_along: Tensor | None
     centring_keys: Tensor
     centring_queries: Tensor
+    key_transform: KeyTransform
     num_heads: int
     num_kv_heads: int
     head_size: int
+
+    def take(self, own: KeyTransform) -> None:
+        """Store keys by this transform."""
+        self.key_transform = own
+        buffers = {"scale": own.scale, "inverse": own.inverse, "offset": own.offset, "along": None}
+        if own.directions is not None:
+            along, keys = own.of_keys
+            buffers |= {"along": along, "keys": keys, "queries": own.of_queries[1]}
+        module: Any = self
+        for name, buffer in buffers.items():
+            copied = None if buffer is None else buffer.clone()
+            module.register_buffer(f"centring_{name}", copied, persistent=False)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the layer's own forward pass with transformed queries and keys."""
@@ -55,22 +68,12 @@ def centre(layer: Any, kind: type[CentredKeys], own: KeyTransform, like: Tensor)
     own:  of the layer's KV heads
     like: of the device and the dtype of keys
     """
-    own = own.to(like.device, like.dtype)
-    buffers = {"scale": own.scale, "inverse": own.inverse, "offset": own.offset, "along": None}
-    if own.directions is not None:
-        along, keys = own.of_keys
-        buffers |= {"along": along, "keys": keys, "queries": own.of_queries[1]}
-    for name, buffer in buffers.items():
-        layer.register_buffer(
-            f"centring_{name}", None if buffer is None else buffer.clone(), persistent=False
-        )
-    layer.key_transform = own
     layer.__class__ = kind
+    layer.take(own.to(like.device, like.dtype))
 
 
 def transform_of(layer: Any) -> KeyTransform | None:
     """Return a layer's transform of its keys, in fp32; None if it has none."""
     if not isinstance(layer, CentredKeys):
         return None
-    own: KeyTransform = layer.key_transform  # type: ignore[attr-defined]
-    return own.to(layer.centring_scale.device, torch.float32)
+    return layer.key_transform.to(layer.centring_scale.device, torch.float32)
