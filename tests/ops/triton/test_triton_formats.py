@@ -63,6 +63,13 @@ def test_every_shape(name: str, shape: str) -> None:
 
 
 @CODED_FORMATS
+def test_scores_of_wide_keys(name: str) -> None:
+    """More dims than kernels multiply at once."""
+    rig = rig_of(name)
+    check_scores(rig, fill(rig, Shape(kv_heads=2, group=2, dim=192, v_dim=40, layers=2), FEW[:1]))
+
+
+@CODED_FORMATS
 def test_transformed_keys(name: str) -> None:
     plain = rig_of(name)
     rig = replace(plain, backend=Transformed(plain.backend))

@@ -25,6 +25,7 @@ LAYOUTS = {  # dim, bands, start
     "whole80": (80, 40, 0),
     "whole96": (96, 48, 0),
     "whole128": (128, 64, 0),
+    "whole192": (192, 96, 0),
     "whole256": (256, 128, 0),
     "partial": (80, 16, 0),
     "odd both": (64, 7, 3),
@@ -109,7 +110,7 @@ def mixture(heads: int, count: int, offsets: int, dim: int) -> tuple[Tensor, Ten
 
 
 @DTYPES
-@pytest.mark.parametrize("dim", [32, 80, 128, 256])
+@pytest.mark.parametrize("dim", [32, 80, 128, 192, 256])
 def test_mixture_of_every_dim(dim: int, dtype: torch.dtype) -> None:
     pair = make_pair(Shape(kv_heads=2, dim=dim, dtype=dtype), 70)
     assert_mixture(pair, *mixture(4, 3, 2, dim), dim**-0.5, slice(4, 69))

@@ -13,17 +13,16 @@ from kvreclaim.ops.rope import RopeLayout
 from kvreclaim.ops.scoring import ENERGY
 from kvreclaim.ops.triton.layout import layout_of, store_of
 from kvreclaim.ops.triton.scoring_kernels import (
+    WHOLE_DIMS,
     mixture_kernel,
     norm_kernel,
     surrogate_kernel,
     trig_norm_kernel,
 )
-from kvreclaim.ops.triton.support import dot_precision, padded
+from kvreclaim.ops.triton.support import MAX_HEAD_DIM, dot_precision, padded
 from kvreclaim.ops.triton.writes import gather_tokens
 
 ROWS = 16
-CHUNK = 128
-"""Dims of a latent cache's values that are multiplied at a time."""
 
 
 def trig_norm_scores(
@@ -70,10 +69,9 @@ def trig_norm_scores(
             TILE_ROWS=max(ROWS, group_rows),
             BLOCK_N=block_n,
             BLOCK_F=padded(max(1, bands)),
-            CHUNK=min(CHUNK, where.BLOCK_DV),
             PIECES=pieces,
             PRECISION=dot_precision(cache.device),
-            num_warps=4 if columns <= 128 else 8,
+            num_warps=4 if columns <= WHOLE_DIMS or cache.format.is_plain else 8,
             num_stages=1,
         )
     return out
@@ -86,7 +84,7 @@ def mixture_scores(
 
     Between them only each softmax's maximum and sum per tile of tokens are kept.
     """
-    tokens = _scored(tokens)
+    tokens = _scored(tokens, WHOLE_DIMS)
     cache, num_tokens = tokens.cache, tokens.num_tokens
     out = torch.zeros((tokens.num_heads, num_tokens), dtype=torch.float32, device=cache.device)
     start, stop, step = over.indices(num_tokens)
@@ -95,8 +93,7 @@ def mixture_scores(
         return out
     heads, count, offsets, _ = centers.shape
     where = layout_of(cache)
-    columns = where.BLOCK_D
-    block_n = _tile_tokens(2 * columns)
+    block_n = _tile_tokens(2 * min(where.BLOCK_D, WHOLE_DIMS))
     tiles = triton.cdiv(stop - start, block_n)
     rows = heads // tokens.num_heads * count
     part_max, part_sum = (
@@ -126,10 +123,9 @@ def mixture_scores(
             STACKED=tokens.is_stacked,
             TILE_ROWS=ROWS,
             BLOCK_N=block_n,
-            CHUNK=min(CHUNK, where.BLOCK_DV),
             IS_SCORE_PASS=is_score_pass,
             PRECISION=dot_precision(cache.device),
-            num_warps=4 if columns <= 128 else 8,
+            num_warps=4,
             num_stages=1,
         )
 
@@ -200,20 +196,22 @@ def surrogate_scores(
     return out
 
 
-def _scored(tokens: PagedTokens) -> PagedTokens:
-    """Return the tokens as kernels score them: a latent cache's codes as numbers, in separate blocks."""
+def _scored(tokens: PagedTokens, most_dims: int = MAX_HEAD_DIM) -> PagedTokens:
+    """Return the tokens as kernels score them: codes as numbers, in separate blocks of one head, where the
+    cache is latent or its keys have more dims; these then are the values, too."""
     cache = tokens.cache
-    if not cache.shape.latent or cache.format.is_plain:
+    is_latent = cache.shape.latent
+    if cache.format.is_plain or not (is_latent or cache.head_dim > most_dims):
         return tokens
     keys, values = gather_tokens(tokens)
+    keys, values = (keys[..., cache.v_head_dim :], values) if is_latent else (keys, keys)
     blocks = triton.cdiv(tokens.num_tokens, cache.block_size)
     spare = blocks * cache.block_size - tokens.num_tokens
     k, v = (
-        F.pad(x, (0, 0, 0, spare)).reshape(1, -1, 1, cache.block_size, x.shape[-1])
-        for x in (keys[..., cache.v_head_dim :], values)
+        F.pad(x, (0, 0, 0, spare)).reshape(1, -1, 1, cache.block_size, x.shape[-1]) for x in (keys, values)
     )
-    ids = torch.arange(len(keys) * blocks, device=cache.device).view(*tokens.block_ids.shape[:-1], blocks)
-    copy = KVCache.plain(k, v, (tokens.layer.softmax,), latent=True)
+    ids = torch.arange(len(keys) * blocks, device=cache.device).view(-1, blocks)
+    copy = KVCache.plain(k, v, (tokens.layer.softmax,), latent=is_latent)
     return PagedTokens(copy.layers[0], ids, tokens.num_tokens)
 
 
@@ -224,7 +222,7 @@ def _as_rows(x: Tensor, cache: KVCache) -> Tensor:
 def _decoded(cache: KVCache, form: VectorBytes) -> int:
     """Weight of a token's numbers: four bits take as many registers again to be decoded, but for
     wide rows, of which a tile has few tokens."""
-    return 2 if form.bits == 4 and layout_of(cache).BLOCK_D <= 128 else 1
+    return 2 if form.bits == 4 and layout_of(cache).BLOCK_D <= WHOLE_DIMS else 1
 
 
 def _tile_tokens(floats_per_token: int) -> int:

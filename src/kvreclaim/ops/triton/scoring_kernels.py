@@ -1,7 +1,7 @@
 """Scores of cached keys, read where they lie. Rows of queries are padded to whole tiles of tl.dot.
 
 A latent cache's keys are its values followed by the stored dims; queries are [.., Dv + D] likewise. Its
-values are wide: they are read and multiplied a CHUNK of dims at a time, from a plain format only.
+values are read a CHUNK of dims at a time, from a plain format only.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -14,40 +14,63 @@ from kvreclaim.ops.triton.codes import PLAIN, load_real, load_tile
 from kvreclaim.ops.triton.slots import stacked_rows
 from kvreclaim.ops.triton.softmax import NOTHING
 
+WHOLE_DIMS = 128
+"""Keys of more stored dims are multiplied in parts of CHUNK dims: whole operands of tl.dot would not fit in
+registers."""
+WHOLE = tl.constexpr(WHOLE_DIMS)
+CHUNK = tl.constexpr(64)
+
 
 @triton.jit
-def _query_rows(x, rows, valid, row_stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """fp32 rows of queries (or centres, weights) for tl.dot, zero where not valid and past D."""
-    dims = tl.arange(0, BLOCK_D)
+def _dims_of(x, rows, valid, stride, dims, D: tl.constexpr):
+    """fp32 tile of rows (queries, centres, weights or plain keys), zero where not valid and from dim D on."""
     mask = valid[:, None] & (dims < D)[None, :]
-    return tl.load(x + rows[:, None] * row_stride + dims[None, :], mask=mask, other=0.0)
+    return tl.load(x + rows[:, None] * stride + dims[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _latent_products(
-    x,
-    store,
-    queries,
-    is_query,
-    rows,
-    valid,
-    L: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SQUARED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """[queries, BLOCK_N] fp32: the first Dv dims of x's rows [_, Dv + D] times values, or their squares."""
-    products = tl.zeros([queries.shape[0], rows.shape[0]], tl.float32)
-    dims = tl.arange(0, CHUNK)
-    for first in range(0, L.DV, CHUNK):
-        inside = (first + dims < L.DV)[None, :]
-        places = x + queries[:, None] * (L.DV + L.D) + (first + dims)[None, :]
-        tile = tl.load(places, mask=is_query[:, None] & inside, other=0.0)
-        places = store.v + rows[:, None] * L.DV + (first + dims)[None, :]
-        values = tl.trans(tl.load(places, mask=valid[:, None] & inside, other=0.0).to(tl.float32))
-        if SQUARED:
-            values = values * values
-        products += tl.dot(tile, values, input_precision=PRECISION)
+def _plain_products(x, queries, is_query, stride, plane, rows, valid, D: tl.constexpr, SQUARED, PRECISION):
+    """[queries, BLOCK_N] fp32: D dims of x's rows times rows of a plain plane, or their squares."""
+    products = tl.full([queries.shape[0], rows.shape[0]], 0, tl.float32)
+    for first in range(0, D, CHUNK):
+        dims = first + tl.arange(0, CHUNK)
+        keys = _dims_of(plane, rows, valid, D, dims, D)
+        keys = tl.trans(keys * keys if SQUARED else keys)
+        tile = _dims_of(x, queries, is_query, stride, dims, D)
+        products += tl.dot(tile, keys, input_precision=PRECISION)
+    return products
+
+
+@triton.jit
+def _tile_products(x, queries, is_query, stride, keys, D: tl.constexpr, FIRST, STEP, PRECISION):
+    """[queries, BLOCK_N] fp32: x's rows times a tile; its columns are every STEP-th dim from FIRST on."""
+    if D > WHOLE and keys.shape[1] > CHUNK:
+        even, odd = tl.split(tl.reshape(keys, [keys.shape[0], keys.shape[1] // 2, 2]))
+        products = _tile_products(x, queries, is_query, stride, even, D, FIRST, 2 * STEP, PRECISION)
+        products += _tile_products(x, queries, is_query, stride, odd, D, FIRST + STEP, 2 * STEP, PRECISION)
+    else:
+        tile = _dims_of(x, queries, is_query, stride, FIRST + STEP * tl.arange(0, keys.shape[1]), D)
+        products = tl.dot(tile, tl.trans(keys), input_precision=PRECISION)
+    return products
+
+
+@triton.jit
+def _products(x, queries, is_query, keys, store, rows, valid, L: tl.constexpr, SQUARED, PRECISION):
+    """[queries, BLOCK_N] fp32: x's rows times keys, or their squares. keys: the tile of their stored dims
+    [BLOCK_N, BLOCK_D]; wide ones of a plain format are read again."""
+    FIRST: tl.constexpr = L.DV if L.LATENT else 0
+    stride, own = FIRST + L.D, x + FIRST
+    if L.K_FORMAT == PLAIN and L.BLOCK_D > WHOLE:
+        products = _plain_products(
+            own, queries, is_query, stride, store.k, rows, valid, L.D, SQUARED, PRECISION
+        )
+    else:
+        tile = keys * keys if SQUARED else keys
+        products = _tile_products(own, queries, is_query, stride, tile, L.D, 0, 1, PRECISION)
+    if L.LATENT:
+        products += _plain_products(
+            x, queries, is_query, stride, store.v, rows, valid, L.DV, SQUARED, PRECISION
+        )
     return products
 
 
@@ -94,7 +117,6 @@ def trig_norm_kernel(
     TILE_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_F: tl.constexpr,
-    CHUNK: tl.constexpr,
     PIECES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -113,24 +135,17 @@ def trig_norm_kernel(
     place = tl.arange(0, TILE_ROWS) // GROUP_ROWS
     heads = head * GROUP + member
     SHARE: tl.constexpr = TILE_ROWS // GROUP_ROWS
-    FIRST: tl.constexpr = L.DV if L.LATENT else 0
 
     scores = tl.full([GROUP_ROWS, BLOCK_N], 0, tl.float32)
     tile = store.k
-    if HAS_QUERIES or L.K_FORMAT != PLAIN:
+    if L.K_FORMAT != PLAIN or (HAS_QUERIES and L.BLOCK_D <= WHOLE):
         tile = load_real(store, rows, valid, L, 0)
     if HAS_QUERIES:
-        keys = tl.trans(tile)
         best = tl.full([GROUP_ROWS, BLOCK_N], NOTHING, tl.float32)
         for first in range(0, num_queries, SHARE):
             is_row = (member < GROUP) & (first + place < num_queries)
             row = heads * num_queries + first + place
-            query = _query_rows(queries + FIRST, row, is_row, FIRST + L.D, L.D, L.BLOCK_D)
-            products = tl.dot(query, keys, input_precision=PRECISION)
-            if L.LATENT:
-                products += _latent_products(
-                    queries, store, row, is_row, rows, valid, L, CHUNK, False, PRECISION
-                )
+            products = _products(queries, row, is_row, tile, store, rows, valid, L, False, PRECISION)
             products = tl.where((first + place < num_queries)[:, None], products, NOTHING)
             best = tl.maximum(best, tl.max(tl.reshape(products, [SHARE, GROUP_ROWS, BLOCK_N]), axis=0))
         scores += best
@@ -138,7 +153,7 @@ def trig_norm_kernel(
         norms = tl.sqrt(
             _band_powers(tile, store, rows, valid, BANDS, BAND_START, BAND_STEP, IMAG_SHIFT, BLOCK_F, L)
         )
-        query = _query_rows(weights, heads, (member < GROUP) & (place == 0), BANDS, BANDS, BLOCK_F)
+        query = _dims_of(weights, heads, (member < GROUP) & (place == 0), BANDS, tl.arange(0, BLOCK_F), BANDS)
         products = tl.dot(query, tl.trans(norms), input_precision=PRECISION)
         scores += tl.sum(tl.reshape(products, [SHARE, GROUP_ROWS, BLOCK_N]), axis=0)
     member = first_member + tl.arange(0, GROUP_ROWS)
@@ -167,7 +182,6 @@ def mixture_kernel(
     STACKED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr,
     IS_SCORE_PASS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -177,35 +191,26 @@ def mixture_kernel(
     First pass: part_max and part_sum [tiles, K, rows, O] of each row's softmax over this tile.
     Score pass: out [K, T] from normalisers [K, rows, O], the log of each softmax's denominator.
     """
-    FIRST: tl.constexpr = L.DV if L.LATENT else 0
-    DIMS: tl.constexpr = FIRST + L.D
     tile_id = tl.program_id(0)
     head = tl.program_id(1)
     tokens = first_token + tile_id * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = tokens < stop_token
     rows = stacked_rows(block_ids, num_blocks, tokens, valid, head, L.KV_HEADS, L.S, STACKED)
-    keys = tl.trans(load_real(store, rows, valid, L, 0))
-    squares = keys * keys
+    keys = store.k
+    if L.K_FORMAT != PLAIN or L.BLOCK_D <= WHOLE:
+        keys = load_real(store, rows, valid, L, 0)
     best = tl.full([BLOCK_N], 0, tl.float32)
     for first in range(0, num_centers, TILE_ROWS):
         row = first + tl.arange(0, TILE_ROWS)
         is_row = row < num_centers
         center = head * num_centers + row
-        tile = _query_rows(variances + FIRST, center, is_row, DIMS, L.D, L.BLOCK_D) * (scale * scale * 0.5)
-        spread = tl.dot(tile, squares, input_precision=PRECISION)
-        if L.LATENT:
-            more = _latent_products(variances, store, center, is_row, rows, valid, L, CHUNK, True, PRECISION)
-            spread += more * (scale * scale * 0.5)
+        spread = _products(variances, center, is_row, keys, store, rows, valid, L, True, PRECISION)
+        spread *= scale * scale * 0.5
         mean = tl.full([TILE_ROWS, BLOCK_N], 0, tl.float32)
         for offset in range(0, num_offsets):
             column = center.to(tl.int64) * num_offsets + offset
-            tile = _query_rows(centers + FIRST, column, is_row, DIMS, L.D, L.BLOCK_D) * scale
-            logits = tl.dot(tile, keys, input_precision=PRECISION) + spread
-            if L.LATENT:
-                more = _latent_products(
-                    centers, store, column, is_row, rows, valid, L, CHUNK, False, PRECISION
-                )
-                logits += more * scale
+            products = _products(centers, column, is_row, keys, store, rows, valid, L, False, PRECISION)
+            logits = products * scale + spread
             if IS_SCORE_PASS:
                 denominator = tl.load(normalisers + column, mask=is_row, other=0.0)
                 probs = tl.exp(tl.minimum(logits - denominator[:, None], 0.0))
