@@ -1,10 +1,10 @@
 """Compile every kernel as its callers launch it, for a GPU that need not be there; run as a program.
 
-    python compile_kernels.py 90          # compute capability 9.0; one shape of a plain format
-    python compile_kernels.py 90 formats  # what every coded format and a latent cache add, at one shape
-    python compile_kernels.py 90 all      # all kernels, shapes and formats; minutes
-    python compile_kernels.py 90 steps    # one model's steps of several sizes, which share their kernels
-    python compile_kernels.py 90 --record # adds what it found to compiled.json, with which later ones compare
+    python compile_kernels.py 90             # compute capability 9.0; one shape of a plain format
+    python compile_kernels.py 90 steps       # one model's steps of several sizes, which share their kernels
+    python compile_kernels.py 90 plain int8  # shapes of models, over plain caches and over int8 (SETS)
+    python compile_kernels.py 90 all         # base and all SETS; a quarter of an hour
+    python compile_kernels.py 90 --record    # adds what it found to compiled.json, with which tests compare
 
 Prints a JSON object per compiled variant: what was launched, the kernel, its registers, bytes of stack
 (spills) and of shared memory, whether it has tensor-core instructions, the widest of its asynchronous loads
@@ -19,9 +19,10 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from format_fill import Filled, Rig, fill
+from format_fill import Rig, fill
 from paged_oracle import Ask, Shape, World, under, world
 from random_rows import KINDS, random_rows
 
@@ -44,35 +45,60 @@ from kvreclaim.ops.packed import PackedMatrix
 from kvreclaim.ops.rope import RopeLayout
 from kvreclaim.ops.triton import attention, decoder, experts, latent, packed, scoring
 
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SHAPES = [
-    Shape(kv_heads=2, group=4, dim=128, dtype=torch.bfloat16),
-    Shape(kv_heads=2, group=1, dim=80, v_dim=40, dtype=torch.float32),
-    Shape(kv_heads=2, group=8, dim=64, dtype=torch.float16),
-    Shape(kv_heads=2, group=3, dim=256, dtype=torch.bfloat16),
-    Shape(kv_heads=2, group=4, dim=128, dtype=torch.float32),
-    Shape(kv_heads=2, group=2, dim=256, dtype=torch.float32),
+    Shape(2, 4, 128, dtype=BF16),
+    Shape(2, 8, 64, dtype=BF16),
+    Shape(2, 4, 192, dtype=BF16),
+    Shape(2, 2, 256, dtype=BF16),
+    Shape(2, 4, 128, dtype=FP32),
+    Shape(2, 2, 256, dtype=FP32),
 ]
-CODED = [
-    Shape(kv_heads=2, group=4, dim=128, dtype=torch.bfloat16),
-    Shape(kv_heads=2, group=1, dim=80, v_dim=40, block_size=24),
-    Shape(kv_heads=2, group=3, dim=256, dtype=torch.float16),
-    Shape(kv_heads=2, group=2, dim=256),
+"""Of models, over plain caches."""
+ATTENDED = [
+    Shape(1, 4, 128, dtype=BF16),
+    Shape(2, 7, 128, dtype=BF16),
+    Shape(2, 16, 128, dtype=BF16),
+    Shape(2, 4, 128, block_size=32, dtype=FP16),
+    Shape(2, 8, 128, block_size=64, dtype=BF16),
+    Shape(2, 3, 64, dtype=FP16),
+    Shape(2, 1, 64, dtype=FP32),
+    Shape(2, 1, 80, dtype=BF16),
+    Shape(2, 1, 80, v_dim=40, dtype=FP32),
+    Shape(2, 1, 96, dtype=BF16),
+    Shape(2, 1, 192, v_dim=128, dtype=BF16),
+    Shape(2, 3, 256, dtype=FP16),
 ]
-LATENT = Shape(kv_heads=1, group=128, dim=576, v_dim=512, dtype=torch.bfloat16, latent=True)
-"""DeepSeek-V3's."""
+"""Likewise, attention alone."""
+CODED = [Shape(2, 4, 128, dtype=BF16), Shape(2, 2, 256, dtype=BF16)]
+CODED_ATTENDED = [
+    Shape(2, 3, 64, dtype=BF16),
+    Shape(2, 1, 80, v_dim=40, block_size=24, dtype=BF16),
+    Shape(2, 1, 96, dtype=BF16),
+    Shape(2, 4, 192, dtype=BF16),
+    Shape(2, 4, 128, dtype=FP32),
+    Shape(2, 2, 256, dtype=FP32),
+]
+LATENT = Shape(kv_heads=1, group=128, dim=576, v_dim=512, dtype=BF16, latent=True)
+LITE = replace(LATENT, group=16)
+"""DeepSeek-V3's and V2-Lite's."""
 SHARED = (1, 1536, 2048), (1, 2048, 768)
 """An expert, and an MLP of its size."""
 SMALL = Shape(kv_heads=2, group=2, dim=64, dtype=torch.bfloat16)
 CODES = [name for name, form in FORMATS.items() if not form.is_plain]
 ASKS = [Ask(1, 700), Ask(1, 40), Ask(9, 40)]
+OTHER_ASKS = [Ask(1, 40), Ask(9, 1100)]
+"""What is split over keys in ASKS is whole here, and the reverse."""
 HOW = {"softcap": 30.0, "window": 100, "sinks": torch.zeros(8)}
-
 
 SM_BYTES = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10, 120: 100 << 10}
 """Shared memory of a multiprocessor, by compute capability."""
 RECORDED = Path(__file__).with_name("compiled.json")
+FACTS = ("registers", "stack", "shared", "tensor_cores", "cp_async", "blocks")
 WHAT = ["-"]
 """What is being launched, for the rows."""
+SEEN: set[str] = set()
+"""Hashes of the kernels that have a row."""
 
 
 class NoDriver:
@@ -121,15 +147,16 @@ def facts(kernel: Any, capability: int) -> dict[str, Any]:
 def compile_instead_of_launching(capability: int, rows: dict[str, dict[str, Any]]) -> None:
     """rows: gets the facts of each variant by what was launched, kernel and place among those."""
     triton.runtime.driver.set_active(NoDriver(capability))
-    compile_or_run, seen, places = JITFunction.run, set(), Counter[str]()
+    compile_or_run, places = JITFunction.run, defaultdict[str, list[str]](list)
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = compile_or_run(self, *args, grid=grid, warmup=True, **options)
-        if kernel.hash not in seen:
-            seen.add(kernel.hash)
-            name = f"{WHAT[0]}: {self.__name__}"
-            places[name] += 1
-            rows[f"{name} {places[name]}"] = facts(kernel, capability)
+        name = f"{WHAT[0]}: {self.__name__}"
+        if kernel.hash not in places[name]:
+            places[name].append(kernel.hash)
+            if kernel.hash not in SEEN:
+                rows[f"{name} {len(places[name])}"] = facts(kernel, capability)
+            SEEN.add(kernel.hash)
         return kernel
 
     JITFunction.run = run
@@ -164,39 +191,52 @@ def launch_the_rest(w: World, tokens: int = 700) -> None:
     kernels.gather_tokens(PagedTokens(cache.layers[0], ids, tokens))
     kernels.copy_blocks(cache, [(1, 2)])
     kernels.compact(cache, kept[None, None], ids, ids[: -(-len(kept) // shape.block_size)])
-    k, v = (torch.zeros(3, shape.kv_heads, dim) for dim in (cache.head_dim, cache.v_head_dim))
-    kernels.write_kv(cache.layers[0], k, v, torch.arange(3))
+    for count in (3, 4096):
+        k, v = (torch.zeros(count, shape.kv_heads, dim) for dim in (cache.head_dim, cache.v_head_dim))
+        kernels.write_kv(cache.layers[0], k, v, torch.arange(count))
 
 
-def launch_format(name: str, shape: Shape) -> None:
-    """Attention in the dtype of the shape over a cache of this format, and the rest."""
-    w = filled(name, shape, ASKS)
-    WHAT[0] = f"{name} {label(shape)}"
-    launch_attention(w)
-    launch_the_rest(w)
+def launch_cache(name: str, shapes: list[Shape], attended: Iterable[Shape] = ()) -> None:
+    """Attention in the dtype of each shape over a cache of this format, and the rest; over those attended,
+    attention alone."""
+    for shape in (*shapes, *attended):
+        WHAT[0] = f"{name} {label(shape)}"
+        w = filled(name, shape, ASKS)
+        launch_attention(w)
+        if shape in shapes:
+            launch_the_rest(w)
 
 
 def label(shape: Shape) -> str:
     form = f"{shape.dtype}".removeprefix("torch.")
-    return f"k{shape.kv_heads} g{shape.group} d{shape.dim} v{shape.v_dim or shape.dim} {form}"
+    blocks = f" s{shape.block_size}" if shape.block_size != 16 else ""
+    return f"k{shape.kv_heads} g{shape.group} d{shape.dim} v{shape.v_dim or shape.dim} {form}{blocks}"
 
 
-def filled(name: str, shape: Shape, asks: list[Ask]) -> Filled:
+def filled(name: str, shape: Shape, asks: list[Ask]) -> World:
+    if name == "plain":
+        return world(shape, asks)
     return fill(Rig(reference, FORMATS[name], shape.dtype), shape, asks)
 
 
-def launch_plain(shapes: list[Shape]) -> None:
-    for shape in shapes:
-        w = world(shape, ASKS)
-        WHAT[0] = f"plain {label(shape)}"
-        launch_attention(w)
-        launch_the_rest(w)
-    WHAT[0] = "positions, window, softcap, sinks"
-    positions = torch.zeros(1, 2, 40, dtype=torch.int32)
-    moved = [replace(ask, slot_positions=positions) for ask in ASKS]
-    launch_attention(world(SHAPES[0], moved), **HOW)
+def launch_base() -> None:
+    launch_cache("plain", SHAPES[:1])
+    launch_options([HOW])
     WHAT[0] = "several queries, split"
     launch_attention(world(SHAPES[0], [Ask(9, 1100)]))
+    launch_packed(["zero", "q6_k"])
+    launch_layers([3])
+    launch_experts([3])
+    launch_latents([3])
+
+
+def launch_options(options: Iterable[dict[str, Any]]) -> None:
+    """Attention with some of HOW; a window is one of positions, too."""
+    positions = torch.zeros(1, 2, 40, dtype=torch.int32)
+    moved = [replace(ask, slot_positions=positions) for ask in ASKS]
+    for how in options:
+        WHAT[0] = ", ".join((["positions"] if "window" in how else []) + list(how))
+        launch_attention(world(SHAPES[0], moved), **how)
 
 
 def launch_packed(kinds: Iterable[str]) -> None:
@@ -287,56 +327,47 @@ def launch_steps() -> None:
     launch_latents((1, 2, 16, 33))
 
 
-def launch_what_formats_add() -> None:
-    """Kernels share the functions that decode, so one kernel of each format is enough."""
-    for name in CODES:
-        w = filled(name, CODED[0], [Ask(1, 40)])
-        WHAT[0] = f"{name} alone"
-        launch_attention(w)
-        k = torch.zeros(3, 2, CODED[0].dim)
-        kernels.write_kv(w.cache.layers[0], k, k, torch.arange(3))
-    WHAT[0] = "latents in int4"
-    launch_attention(filled("int4", LATENT, [Ask(1, 40)]))
-    WHAT[0] = "scores over turboquant4"
-    launch_the_rest(filled("turboquant4", SMALL, [Ask(1, 700)]))
-    WHAT[0] = "scores over latents"
-    launch_the_rest(filled("bf16", LATENT, [Ask(1, 700)]))
+def launch_rarer() -> None:
+    """What no other set has: each option alone, splits the other way round."""
+    launch_options({name: value} for name, value in HOW.items())
+    WHAT[0] = "window"
+    launch_attention(world(SHAPES[0], ASKS), window=100)
+    for name in ("plain", *CODES):
+        WHAT[0] = f"{name}, the other splits"
+        launch_attention(filled(name, SHAPES[0], OTHER_ASKS))
+
+
+SETS: dict[str, Callable[[], None]] = {
+    "plain": partial(launch_cache, "plain", SHAPES, ATTENDED),
+    "rarer": launch_rarer,
+    "packed": partial(launch_packed, KINDS),
+    **{name: partial(launch_cache, name, CODED, CODED_ATTENDED) for name in CODES},
+    **{f"{name} latents": partial(launch_cache, name, [LATENT], [LITE]) for name in ("bf16", *CODES)},
+}
+"""Shapes, formats and options of models."""
 
 
 def main() -> None:
     capability, rows = int(sys.argv[1]), {}
     compile_instead_of_launching(capability, rows)
-    if "all" in sys.argv:
-        launch_plain(SHAPES)
-        launch_packed(KINDS)
-        launch_layers([3])
-        launch_experts([3])
-        launch_latents([3])
-        for name in CODES:
-            for shape in CODED:
-                launch_format(name, shape)
-        for name in ("bf16", *CODES):
-            launch_format(name, LATENT)
-    elif "formats" in sys.argv:
-        launch_what_formats_add()
-    elif "steps" in sys.argv:
-        launch_steps()
-    else:
-        launch_plain(SHAPES[:1])
-        launch_packed(["zero", "q6_k"])
-        launch_layers([3])
-        launch_experts([3])
-        launch_latents([3])
+    for name in [each for each in sys.argv[2:] if each != "--record"] or ["base"]:
+        for each in ("base", *SETS) if name == "all" else (name,):
+            SEEN.clear()
+            {"base": launch_base, "steps": launch_steps, **SETS}[each]()
     print(json.dumps({"what": "triton", "version": version()}))
     for name, row in rows.items():
         print(json.dumps({"what": name} | row))
     if "--record" in sys.argv:
-        known = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
-        known.setdefault(version(), {}).setdefault(f"sm_{capability}", {}).update(rows)
-        lines = json.dumps(known, indent=1, sort_keys=True)
-        RECORDED.write_text(
-            re.sub(r"\{\s+(\"blocks[^{}]*?)\s+\}", lambda m: "{" + " ".join(m[1].split()) + "}", lines) + "\n"
-        )
+        record(capability, rows)
+
+
+def record(capability: int, rows: dict[str, dict[str, Any]]) -> None:
+    """Add rows to compiled.json: variant -> version and capability -> FACTS in this order."""
+    known = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
+    for name, row in rows.items():
+        known.setdefault(name, {})[f"{version()} sm_{capability}"] = [int(row[fact]) for fact in FACTS]
+    lines = [f"{json.dumps(name)}: {json.dumps(known[name], sort_keys=True)}" for name in sorted(known)]
+    RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def version() -> str:

@@ -7,20 +7,32 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from compile_kernels import FACTS, SETS
 
 PROGRAM = Path(__file__).with_name("compile_kernels.py")
-RECORDED = json.loads(PROGRAM.with_name("compiled.json").read_text())
-"""Triton -> capability -> what was compiled -> its facts, by `compile_kernels.py CAPABILITY --record`."""
+RECORDED: dict[str, dict[str, dict[str, int]]] = {}
+"""Triton and capability -> what was compiled -> its FACTS, by `compile_kernels.py CAPABILITY --record`."""
+for what, found in json.loads(PROGRAM.with_name("compiled.json").read_text()).items():
+    for compiler, values in found.items():
+        RECORDED.setdefault(compiler, {})[what] = dict(zip(FACTS, values, strict=True))
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 """By compute capability. 8.9 has the least of those with bf16."""
 ROOM = {"registers": 16, "stack": 32, "shared": 0}
 """By how much a number may exceed the recorded one."""
 MOST_STACK = 64
 """Bytes of a variant of which nothing is recorded."""
+FEW_SETS = ("plain", "rarer", "packed")
+RECORDED_SETS: dict[int, Iterable[str]] = {
+    80: FEW_SETS,
+    89: (*FEW_SETS, "fp8_e4m3", "int8", "int4"),
+    90: SETS,
+    100: (*FEW_SETS, "fp8_e4m3", "int8"),
+}
 
 KERNELS = {
     "absorb_kernel",
@@ -70,11 +82,13 @@ def compiled(capability: int, what: list[str], cache: Path) -> dict[str, dict[st
 
 def check(capability: int, rows: dict[str, dict[str, Any]]) -> None:
     """Compare shared memory with the GPU's, everything else with what is recorded of this version of Triton,
-    or of the newest one that is not newer."""
+    or of the newest one that is not newer, which may lack some."""
     version = rows.pop("triton")["version"]
-    known = [each for each in RECORDED if numbers(each) <= numbers(version)]
-    recorded = RECORDED[max(known, key=numbers)].get(f"sm_{capability}", {})
-    assert recorded, "nothing is recorded for this capability"
+    known = {compiler.split()[0] for compiler in RECORDED}
+    newest = max((each for each in known if numbers(each) <= numbers(version)), key=numbers)
+    recorded = RECORDED[f"{newest} sm_{capability}"]
+    missing = rows.keys() - recorded.keys() if newest == version else {}
+    assert not missing, "a kernel has no record"
     for what, row in rows.items():
         assert row["shared"] <= SHARED_BYTES[capability], (what, row)
         before = recorded.get(what, {"stack": MOST_STACK - ROOM["stack"]})
@@ -92,20 +106,20 @@ def numbers(version: str) -> list[int]:
 def test_kernels_compile(capability: int, tmp_path: Path) -> None:
     rows = compiled(capability, [], tmp_path)
     assert {what.split(": ")[1].split(" ")[0] for what in rows if what != "triton"} == KERNELS
-    recorded = RECORDED.get(rows["triton"]["version"], {}).get(f"sm_{capability}")
-    assert recorded is None or rows.keys() - {"triton"} <= recorded.keys(), "a kernel has no record"
     check(capability, rows)
 
 
 @pytest.mark.slow("minutes of compiling; plain caches are always compiled for")
-@pytest.mark.parametrize(("capability", "what"), [(89, "formats"), (90, "formats")])
-def test_kernels_of_coded_and_latent_caches_compile(capability: int, what: str, tmp_path: Path) -> None:
-    rows = compiled(capability, [what], tmp_path)
-    assert "encode_kernel" in {what.split(": ")[1].split(" ")[0] for what in rows if what != "triton"}
+@pytest.mark.parametrize(
+    ("capability", "kernels"),
+    [(capability, kernels) for capability, sets in RECORDED_SETS.items() for kernels in sets],
+)
+def test_every_variant_compiles(capability: int, kernels: str, tmp_path: Path) -> None:
+    rows = compiled(capability, [kernels], tmp_path)
     check(capability, rows)
-    ahead = ("int8", "fp8_e4m3", *(["int4"] if capability == 90 else []))
-    loads = [rows[f"{name} alone: decode_kernel 1"]["cp_async"] for name in ahead]
-    assert min(loads) >= 8, "codes are loaded ahead of time, in runs of 8 bytes and more"
+    if kernels in ("int8", "fp8_e4m3") or (kernels, capability) == ("int4", 90):
+        ahead = rows[f"{kernels} k2 g4 d128 v128 bfloat16: decode_kernel 1"]["cp_async"]
+        assert ahead >= 8, "codes are loaded ahead of time, in runs of 8 bytes and more"
 
 
 def test_steps_of_other_sizes_compile_nothing_anew(tmp_path: Path) -> None:
@@ -131,9 +145,8 @@ def test_steps_of_other_sizes_compile_nothing_anew(tmp_path: Path) -> None:
 
 
 def test_a_worse_kernel_is_found() -> None:
-    version = max(RECORDED, key=numbers)
-    what, row = next((what, row) for what, row in RECORDED[version]["sm_90"].items() if row["tensor_cores"])
-    row = {"cp_async": 0} | row
+    version = max((compiler.split()[0] for compiler in RECORDED), key=numbers)
+    what, row = next(each for each in RECORDED[f"{version} sm_90"].items() if each[1]["tensor_cores"])
     for worse in (
         {"registers": row["registers"] + 17},
         {"stack": row["stack"] + 33},
@@ -145,3 +158,5 @@ def test_a_worse_kernel_is_found() -> None:
         with pytest.raises(AssertionError, match="kernel"):
             check(90, {"triton": {"version": version}, what: row | worse})
     check(90, {"triton": {"version": version}, what: row})
+    with pytest.raises(AssertionError, match="no record"):
+        check(90, {"triton": {"version": version}, f"another {what}": row})
