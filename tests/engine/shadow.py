@@ -165,7 +165,7 @@ class Shadow:
                     self._note_contents(item, item.seq.num_computed + item.num_tokens)
             return result
 
-        done = llm.engine.scheduler.done
+        done = llm.engine.scheduler.update_from_output
 
         def watched_done(plan, outcome):
             problems = done(plan, outcome)
@@ -175,7 +175,7 @@ class Shadow:
                     self._note_contents(item, item.seq.num_computed)
             return problems
 
-        monkeypatch.setattr(llm.engine.scheduler, "done", watched_done)
+        monkeypatch.setattr(llm.engine.scheduler, "update_from_output", watched_done)
 
         def watched_attend(batch, call):
             out = attend(batch, call)

@@ -94,12 +94,12 @@ class OutputProcessor:
         Returns: accepted tokens of its row by seq_id. Sequences that have ended end in `process`.
         """
         items: list[tuple[Scheduled, slice]] = []
-        stand: dict[int, int] = {}
+        num_accepted: dict[int, int] = {}
         for item, _, rows in checked.sound:
             if item.row.num_drafts:
                 items.append((item, rows))
             elif item.cut:
-                stand[item.seq.seq_id] = item.row.num_tokens
+                num_accepted[item.seq.seq_id] = item.row.num_tokens
         drafted = items
         for depth in itertools.count():
             if not items:
@@ -113,13 +113,13 @@ class OutputProcessor:
             items = []
             for (item, rows, _), each in zip(sample_rows, drawn, strict=True):
                 if item.seq.finish_reason is None:
-                    stand[item.seq.seq_id] = depth + 1
+                    num_accepted[item.seq.seq_id] = depth + 1
                     if self._agrees(item, depth, each) and rows.start + depth + 1 < rows.stop:
                         items.append((item, rows))
         for item, _ in drafted:
-            accepted = stand.get(item.seq.seq_id, 1) - 1
+            accepted = num_accepted.get(item.seq.seq_id, 1) - 1
             self.totals.speculation.note(item.row.num_drafts, accepted)
-        return stand
+        return num_accepted
 
     def _agrees(self, item: Scheduled, depth: int, drawn: SampledToken | Exception) -> bool:
         """Append a token. Return whether the sequence goes on, and its next draft is this token."""
