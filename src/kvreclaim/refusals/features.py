@@ -46,6 +46,7 @@ class Feature(StrEnum):
     PRIORITY = "priority"
     STOP_STRINGS = "stop strings"
     BAD_WORDS = "bad_words"
+    STRUCTURED_OUTPUTS = "structured outputs"
     THINKING_BUDGET = "thinking_token_budget"
     UNKNOWN_REASONING = "an unknown format of reasoning"
     DROP_AT = "drop_at"
@@ -101,3 +102,4 @@ class Feature(StrEnum):
     ALL_WINDOWS = "sliding windows in all layers"
     UNKNOWN_ROTATION = "an unknown rotary embedding"
     NO_TOKENIZER = "no tokenizer"
+    NO_END = "no end-of-sequence token"

@@ -231,6 +231,11 @@ GROUPS: Mapping[Group, Texts] = {
     Group("bad_words"): {
         (F.BAD_WORDS, F.NO_TOKENIZER): "bad_words need a tokenizer, and this model has none; leave them out",
     },
+    Group("structured_outputs", features=(F.STRUCTURED_OUTPUTS,)): dict.fromkeys(
+        (F.NO_TOKENIZER, F.NO_END),
+        "structured_outputs need a tokenizer and an end-of-sequence token, and this model lacks one; leave "
+        "them out",
+    ),
     Group("thinking_token_budget"): {
         (F.THINKING_BUDGET, F.UNKNOWN_REASONING): "thinking_token_budget is set, but nothing says how this "
         "model writes its reasoning (its chat template shows none, or no reasoning parser is on); leave it "

@@ -278,7 +278,7 @@ class Lifecycle:
             generator=generator,
             detokenizer=detokenizer,
             gang=request.beams is not None,
-            matcher=None if request.grammar is None else request.grammar.deep_copy(),
+            rule=request.rule,
             reader=None if request.beams is not None else request.reader,
         )
         self.sequences[seq_id] = seq

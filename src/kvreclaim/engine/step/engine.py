@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial, wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -66,9 +66,6 @@ from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.schedule import Pass
 from kvreclaim.schedule.companions import Companions
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel
-
-if TYPE_CHECKING:
-    from kvreclaim.engine.sampling.grammar import Grammars
 
 logger = logging.getLogger(__name__)
 
@@ -179,23 +176,6 @@ class Engine:
             loaded, self.limits, groups, self.features, self.signals, self.recalls, on
         )
         self._num_added = 0
-
-    @cached_property
-    def grammars(self) -> Grammars:
-        """Makes grammars of structured outputs. Created for the first request with one.
-
-        Raises: InvalidArgumentError without a tokenizer or an end-of-sequence token.
-        """
-        from kvreclaim.engine.sampling.grammar import Grammars
-
-        loaded = self.loaded
-        if loaded.tokenizer is None or not loaded.eos_token_ids:
-            raise InvalidArgumentError(
-                "structured_outputs need a tokenizer and an end-of-sequence token, and this model lacks one; "
-                "leave them out.",
-                field="structured_outputs",
-            )
-        return Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
 
     @cached_property
     def snapshots(self) -> SnapshotStore:
@@ -338,9 +318,6 @@ class Engine:
         made = self.factory.make(spec, compressor, self._num_added, parent)
         request, verify = made.request, made.request.verify
         self.runner.expect(compressor, 0 if verify is None else verify.num_tokens)
-        if spec.params.structured_outputs is not None:
-            request.grammar = self.grammars.matcher(spec.params.structured_outputs)
-            self.grammars.check(request.grammar, spec.params, request.bad_words)
         most_hit = None if verify is None else self.verifier.max_prefix_hit(verify)
         self.lifecycle.begin(
             request, made.tokens, made.footprint, queued=made.queued, max_prefix_hit=most_hit

@@ -4,8 +4,9 @@ the remedy."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from kvreclaim.checks import check_text, is_int, require
 from kvreclaim.compression.compressor import Compressor
@@ -263,7 +264,8 @@ class RequestFactory:
         bad_words = checked_bad_words(params, self.loaded)
         verified, compressor = (None, None) if compressor is None else divided(compressor)
         verify = None if verified is None else self._verify(spec, verified, len(tokens))
-        draft = RequestDraft(spec, compressor, footprint_of(compressor, config, prompt, self.groups))
+        whole = footprint_of(compressor, config, prompt, self.groups)
+        draft = RequestDraft(spec, compressor, whole, bad_words)
         for feature in features:
             feature.claim(draft)
         footprint = draft.footprint
@@ -298,6 +300,12 @@ class RequestFactory:
         )
         return NewRequest(request, list(tokens), footprint, draft.queued)
 
+    def preparations(self, spec: RequestSpec) -> list[Callable[[], None]]:
+        """Return slow work of features before a request is added; call it from any thread. It may raise an
+        InvalidArgumentError."""
+        features = (each for each in self.features if has_feature(spec, each, None) and each.prepares)
+        return [partial(each.prepare, spec) for each in features]
+
     def check_compression(self, compressor: Compressor, *, scored: bool) -> None:
         """Raise InvalidArgumentError where this engine cannot serve the compression. scored: its text is
         given whole"""
@@ -322,6 +330,7 @@ def engine_features(
         Feature.RECURRENT: name if groups.model.states else None,
         Feature.ALL_WINDOWS: name if groups.trailing is not None else None,
         Feature.NO_TOKENIZER: loaded.tokenizer is None,
+        Feature.NO_END: not loaded.eos_token_ids,
     }
     return config.features() | format_features(form) | model_features(groups.facts) | own
 

@@ -32,7 +32,7 @@ from kvreclaim.server.base.fields import (
 from kvreclaim.server.base.identity import Tenant
 from kvreclaim.server.openai.documents import ChunkReuseFields, Documents
 from kvreclaim.server.openai.hints import AgentHint, NvExt, checked_priority, hinted_retention
-from kvreclaim.server.openai.structured import StructuredOutputs
+from kvreclaim.server.openai.structured import StructuredField
 from kvreclaim.server.shared.bodies import SHARED, check_priority, sampling_of
 from kvreclaim.server.shared.service import Service
 
@@ -98,7 +98,7 @@ class SharedFields(GeneratingFields):
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
     metadata: Annotated[dict[str, str], at_most(MAX_METADATA)] | None = None
     store: bool | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredField | None = None
     documents: Documents | None = None
     chunk_reuse: ChunkReuseFields | None = None
 

@@ -131,7 +131,7 @@ def can_follow(tools: Sequence[Tool], form: OutputFormat, service: Service) -> b
 
 def _reason_against(calls: Calls, form: OutputFormat) -> str | None:
     """Return why answers with these calls cannot follow a grammar; None: they can. Raises: ApiError."""
-    from kvreclaim.engine.sampling.grammar import composed, reason_against
+    from kvreclaim.engine.features.structured_outputs.grammar import composed, reason_against
 
     try:
         lark = answer_grammar(Lark({}), calls, None, harmony=form.is_harmony, structured=False)
@@ -145,19 +145,6 @@ def check_unique(names: Sequence[str]) -> None:
     if len(set(names)) < len(names):
         twice = next(name for place, name in enumerate(names) if name in names[:place])
         raise ApiError(400, f"tools holds {twice[:80]!r} twice; names of tools are unique.", "tools")
-
-
-def checked_structured(given: Mapping[str, Any], place: str) -> StructuredOutputsParams:
-    """Return the constraint of these fields of StructuredOutputsParams. Raises: ApiError naming the place."""
-    from kvreclaim.engine.sampling.grammar import check
-
-    try:
-        params = StructuredOutputsParams(**given)
-        check(params)
-    except InvalidArgumentError as error:
-        named = str(error).startswith(place.partition(".")[0])
-        raise ApiError(400, str(error) if named else f"{place}: {error}", place) from error
-    return params
 
 
 def with_grammar(
@@ -223,7 +210,7 @@ def _grammar(
     span: ThinkSpan | None,
     structured: StructuredOutputsParams | None,
 ) -> AnswerGrammar:
-    from kvreclaim.engine.sampling.grammar import composed
+    from kvreclaim.engine.features.structured_outputs.grammar import composed
 
     try:
         lark = answer_grammar(

@@ -1,0 +1,28 @@
+"""A restriction of an output's tokens, which a feature makes (engine/feature.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class OutputRule(Protocol):
+    """Restricts the tokens of one output."""
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the output may end here."""
+
+    def allows(self, token: int) -> bool:
+        """Return whether the token may come next."""
+
+    def take(self, token: int) -> bool:
+        """Take the next token into account. Returns: whether the output is complete. Raises:
+        InvalidArgumentError if it cannot go on."""
+
+    @staticmethod
+    def restrict(logits: Tensor, places: list[int], rules: Sequence[Any]) -> None:
+        """Leave in logits [N, V], in the rows at these places, the tokens that may come next. rules: of these
+        rows, all of one type. Raises: InvalidArgumentError."""
