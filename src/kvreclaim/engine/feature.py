@@ -70,6 +70,7 @@ class RequestFeature:
     option:      type of the option, a frozen dataclass
     is_made:     front ends make the option; callers cannot give its fields
     parameter:   field of SamplingParams that gives a request the feature, too
+    setting:     field of CompressionConfig that does so
     is_default:  whether requests without the option have the feature, too; set by __init__ from the config
     prompt_keys: fields of the option that a prompt in Python may have, with their types; `object`: the type
                  is checked in `claim`
@@ -82,6 +83,7 @@ class RequestFeature:
     option: ClassVar[type[Any]]
     is_made: ClassVar[bool] = False
     parameter: ClassVar[str | None] = None
+    setting: ClassVar[str | None] = None
     is_default: bool = False
     prompt_keys: ClassVar[Mapping[str, type]] = {}
     usage: ClassVar[Mapping[str, Callable[[RequestMetrics], int]]] = {}

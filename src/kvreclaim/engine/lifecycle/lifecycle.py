@@ -59,15 +59,10 @@ class Lifecycle:
         footprint: Footprint,
         *,
         queued: bool = True,
-        max_prefix_hit: int | None = None,
     ) -> None:
-        """Take the request in, with its first sequence.
-
-        queued:   at once, or when `queue` is called
-        max_prefix_hit: leading tokens that a prefix hit may cover; None: any number
-        """
+        """Take the request in, with its first sequence. queued: at once, or when `queue` is called"""
         seq = self.new_sequence(request, 0, token_ids, footprint)
-        seq.seats, seq.max_prefix_hit = request.num_seats, max_prefix_hit
+        seq.seats = request.num_seats
         if request.lacks_prompt_logprobs:
             seq.max_prefix_hit = 0
         elif request.scores is not None:

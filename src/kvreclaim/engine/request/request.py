@@ -238,8 +238,8 @@ class Request:
     prompt_done: whether the whole prompt has been computed, maybe before a preemption
     features:  of the request, in their order; state: their per-request state, by type
     before_passes: features that act before passes
-    beams, sparse_prefill, reuse: of the state; None: no beam search, full attention, no chunks
-    verify:    None unless a compressed cache drafts for it; compressor is None then
+    beams, sparse_prefill, reuse, verify: of the state; None: no beam search, full attention, no chunks, no
+               compressed cache that drafts (then compressor is None)
     bad_words: token ids of each of its params' bad_words
     refusal:   the invalid argument that ended the request; error holds its message
     parent:    the request that needs its result; None: a caller's. children: requests that it waits for
@@ -262,19 +262,19 @@ class Request:
     features: tuple[FeatureHooks, ...] = ()
     before_passes: tuple[FeatureHooks, ...] = ()
     state: Mapping[type, Any] = field(default_factory=dict)
-    verify: Verify | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     parent: Request | None = None
     children: list[Request] = field(default_factory=list)
     beams: Beams | None = field(init=False)
     sparse_prefill: SparsePrefill | None = field(init=False)
     reuse: Reuse | None = field(init=False)
+    verify: Verify | None = field(init=False)
     is_plain: bool = field(init=False)
     takes_argmax: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.beams, self.reuse = self.state.get(Beams), self.state.get(Reuse)
-        self.sparse_prefill = self.state.get(SparsePrefill)
+        self.sparse_prefill, self.verify = self.state.get(SparsePrefill), self.state.get(Verify)
         special = (self.compressor, self.verify, self.sparse_prefill, self.reuse)
         self.is_plain = all(each is None for each in special)
         self.takes_argmax = not self.bad_words and SampleRow(self.params, [], [0], (), None).takes(0)

@@ -16,7 +16,6 @@ from kvreclaim.engine.compact.recalls import Recalls
 from kvreclaim.engine.feature import RequestDraft, RequestFeature
 from kvreclaim.engine.request.request import Request, Scores
 from kvreclaim.engine.request.spec import RequestSpec, footprint_of
-from kvreclaim.engine.request.verify import Verify, divided, verify_of
 from kvreclaim.engine.sampling.sampler import word_ids
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
@@ -257,18 +256,16 @@ class RequestFactory:
         lengths = len(prompt), len(tokens) - (spec.continuation is not None)  # its last token is not computed
         check_prompt(tokens, params, config, self.loaded)
         check_salt_and_priority(spec.cache_salt, spec.priority)
-        features = tuple(each for each in self.features if has_feature(spec, each, parent))
+        features = tuple(each for each in self.features if has_feature(spec, each, parent, compressor))
         own = request_conditions(spec, compressor, features)
         if not all(value is None or value is False for value in own.values()):
             refuse({**self.engine, **own})  # without own ones the start has checked the engine's
         bad_words = checked_bad_words(params, self.loaded)
-        verified, compressor = (None, None) if compressor is None else divided(compressor)
-        verify = None if verified is None else self._verify(spec, verified, len(tokens))
         whole = footprint_of(compressor, config, prompt, self.groups)
         draft = RequestDraft(spec, compressor, whole, bad_words)
         for feature in features:
             feature.claim(draft)
-        footprint = draft.footprint
+        footprint, compressor = draft.footprint, draft.compressor
         policy = "full" if compressor is None else compressor.policy.name
         check_length(*lengths, footprint, config, policy=policy)
         if compressor is not None:
@@ -292,7 +289,6 @@ class RequestFactory:
             features=features,
             before_passes=tuple(each for each in features if each.acts_before_passes),
             state=draft.state,
-            verify=verify,
             bad_words=bad_words,
             parent=parent,
             scores=scores,
@@ -303,7 +299,7 @@ class RequestFactory:
     def preparations(self, spec: RequestSpec) -> list[Callable[[], None]]:
         """Return slow work of features before a request is added; call it from any thread. It may raise an
         InvalidArgumentError."""
-        features = (each for each in self.features if has_feature(spec, each, None) and each.prepares)
+        features = (each for each in self.features if has_feature(spec, each) and each.prepares)
         return [partial(each.prepare, spec) for each in features]
 
     def check_compression(self, compressor: Compressor, *, scored: bool) -> None:
@@ -311,13 +307,6 @@ class RequestFactory:
         given whole"""
         refuse({**self.engine, **compression_features(compressor, scored=scored)})
         self.signals.check(compressor)
-
-    def _verify(self, spec: RequestSpec, verified: Compressor, num_tokens: int) -> Verify:
-        """Settings of verify mode for the request. Raises: InvalidArgumentError."""
-        most = num_tokens + (spec.params.max_tokens or 0)
-        verify = verify_of(verified, self.groups, self.config, spec.prompt_token_ids, most)
-        self.signals.check(verified)
-        return verify
 
 
 def engine_features(
@@ -335,9 +324,16 @@ def engine_features(
     return config.features() | format_features(form) | model_features(groups.facts) | own
 
 
-def has_feature(spec: RequestSpec, feature: RequestFeature, parent: Request | None) -> bool:
+def has_feature(
+    spec: RequestSpec,
+    feature: RequestFeature,
+    parent: Request | None = None,
+    compressor: Compressor | None = None,
+) -> bool:
     """Return whether a request has the feature. parent: another request, which needs its result"""
     if spec.option(feature.option) is not None or (feature.is_default and parent is None):
+        return True
+    if feature.setting is not None and compressor is not None and getattr(compressor.config, feature.setting):
         return True
     return feature.parameter is not None and getattr(spec.params, feature.parameter) is not None
 

@@ -11,12 +11,12 @@ from kvreclaim.compression.signal_needs import needs_of
 from kvreclaim.engine.compact.job import CompactionJob
 from kvreclaim.engine.compact.passes import CompressionPass
 from kvreclaim.engine.execute.runner import ModelRunner
+from kvreclaim.engine.features.verification.companion_copier import CompanionCopier, CopyRange
+from kvreclaim.engine.features.verification.companion_queries import QUERIES, CompanionQueries
 from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
 from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.engine.request.request import Request, Scheduled, Sequence
 from kvreclaim.engine.request.verify import Verify
-from kvreclaim.engine.speculative.companion_copier import CompanionCopier, CopyRange
-from kvreclaim.engine.speculative.companion_queries import QUERIES, CompanionQueries
 from kvreclaim.schedule import Row, Status
 from kvreclaim.schedule.budget.ledger import take_choice
 from kvreclaim.schedule.companions import Companions
@@ -213,7 +213,7 @@ def shadow_of(request: Request, verify: Verify) -> Request:
         request,
         spec=replace(request.spec, params=replace(request.params, logprobs=None, prompt_logprobs=None)),
         compressor=verify.compressor,
-        verify=None,
+        state={kind: kept for kind, kept in request.state.items() if kind is not Verify},
         sequences=[],
         prompt_logprobs=None,
         metrics=RequestMetrics(),
