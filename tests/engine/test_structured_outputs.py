@@ -13,6 +13,8 @@ from settings import assert_idle
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams, StructuredOutputsParams
 from kvreclaim.engine.features.structured_outputs.feature import StructuredOutputs
+from kvreclaim.engine.features.structured_outputs.grammar import Grammars
+from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.sampling.sampler import SampleRow
 from kvreclaim.errors import InvalidArgumentError
 
@@ -233,8 +235,21 @@ def test_a_grammar_that_explodes_ends_its_request_alone(llm: LLM) -> None:
 
 def test_a_model_without_tokenizer_refuses(tiny_dir) -> None:
     llm = LLM(tiny_dir("llama"), num_blocks=16)
-    with pytest.raises(InvalidArgumentError, match="need a tokenizer and an end-of-sequence token"):
+    with pytest.raises(InvalidArgumentError, match="structured_outputs needs an end-of-sequence token"):
         llm.generate(tiny.prompts((5,)), asking(choice=["a"]))
+
+
+def test_a_prepared_grammar_is_not_made_when_its_request_is_added(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params, free = asking(choice=["prepared"]), SamplingParams()
+    plain, spec = (RequestSpec(prompt_token_ids=[1, 2], params=each) for each in (free, params))
+    assert llm.engine.factory.preparations(plain) == []
+    (prepare,) = llm.engine.factory.preparations(spec)
+    prepare()
+    monkeypatch.setattr(Grammars, "_made", lambda *_: pytest.fail("made by the engine's thread"))
+    (out,) = llm.generate([PROMPT], params)
+    assert out.outputs[0].text == "prepared"
 
 
 @pytest.mark.parametrize("given", GIVEN, ids=str)

@@ -109,11 +109,6 @@ class RequestFeature:
     def prepare(self, spec: RequestSpec) -> None:
         """Do slow work for a request before it is added, from any thread, so that no step waits for it."""
 
-    @property
-    def prepares(self) -> bool:
-        """Whether it has a `prepare`."""
-        return type(self).prepare is not RequestFeature.prepare
-
     def conditions(self, spec: RequestSpec) -> Mapping[Feature, object]:
         """Return rows of the compatibility table that apply to the request, with the values in messages."""
         return {}
@@ -140,10 +135,9 @@ class RequestFeature:
         """Tokens of the sequence have been computed. It is compressed afterwards, if that is due. This is
         called twice in a step in which others fork from the sequence."""
 
-    @property
-    def acts_before_passes(self) -> bool:
-        """Whether it has a `before_pass`."""
-        return type(self).before_pass is not RequestFeature.before_pass
+    def overrides(self, name: str) -> bool:
+        """Return whether it has a method of its own with this name."""
+        return getattr(type(self), name) is not getattr(RequestFeature, name)
 
     def report(self, request: Request, metrics: RequestMetrics) -> None:
         """Write the feature's figures."""

@@ -9,14 +9,12 @@ from torch import Tensor
 
 
 class OutputRule(Protocol):
-    """Restricts the tokens of one output."""
+    """Restricts the tokens of one output: whether it may end here, and which tokens may come next."""
 
     @property
-    def may_end(self) -> bool:
-        """Whether the output may end here."""
+    def may_end(self) -> bool: ...
 
-    def allows(self, token: int) -> bool:
-        """Return whether the token may come next."""
+    def allows(self, token: int) -> bool: ...
 
     def take(self, token: int) -> bool:
         """Take the next token into account. Returns: whether the output is complete. Raises:

@@ -287,7 +287,7 @@ class RequestFactory:
             max_len,
             seed,
             features=features,
-            before_passes=tuple(each for each in features if each.acts_before_passes),
+            before_passes=tuple(each for each in features if each.overrides("before_pass")),
             state=draft.state,
             bad_words=bad_words,
             parent=parent,
@@ -299,7 +299,7 @@ class RequestFactory:
     def preparations(self, spec: RequestSpec) -> list[Callable[[], None]]:
         """Return slow work of features before a request is added; call it from any thread. It may raise an
         InvalidArgumentError."""
-        features = (each for each in self.features if has_feature(spec, each) and each.prepares)
+        features = (each for each in self.features if has_feature(spec, each) and each.overrides("prepare"))
         return [partial(each.prepare, spec) for each in features]
 
     def check_compression(self, compressor: Compressor, *, scored: bool) -> None:

@@ -69,7 +69,7 @@ class Verifier(Extension):
         """Keep the queries of targets for the policies of their companions."""
         if not any(item.seq.request.verify is not None for item in runs):
             return []
-        return self.tracker.asked.watch(runs, batch)
+        return self.tracker.queries.watch(runs, batch)
 
     def computed(self, sequences: list[Sequence]) -> None:
         """Bring the companions of these sequences, which have advanced, up to date."""
