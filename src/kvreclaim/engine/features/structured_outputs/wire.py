@@ -4,14 +4,12 @@ wrong field of the body."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from kvreclaim.checks import require
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.structured_outputs import StructuredOutputsParams
 
-KINDS = tuple(field.name for field in fields(StructuredOutputsParams))
 TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "json": ((str, dict), "a JSON schema"),
     "regex": ((str,), "a text"),
@@ -19,6 +17,7 @@ TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "grammar": ((str,), "a text"),
     "json_object": ((bool,), "true"),
 }
+KINDS = tuple(TYPES)
 SCHEMA_FIELDS = ("name", "description", "schema", "strict")
 Spelled = tuple[dict[str, Any], str]
 """Fields of StructuredOutputsParams, and their place in the body."""
