@@ -132,7 +132,7 @@ class KeyTransform:
         return self.scale, self.center, self.directions, self.gains
 
     def _added(self, power: int) -> Tensor | None:
-        """[K, R, D]: what a vector gets added for its parts along directions whose gains have this power."""
+        """[K, R, D]: what a vector gets added for its parts along the directions with gains of this power."""
         if self.directions is None:
             return None
         assert self.gains is not None
