@@ -17,7 +17,7 @@ from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
 from kvreclaim.engine.request.outputs import FinishReason
 from kvreclaim.engine.request.request import Beams, Request, Scheduled, Sequence
 from kvreclaim.engine.sampling.logprobs import report_prompt
-from kvreclaim.engine.sampling.sampler import SampledToken, SampleRow, draw, follow
+from kvreclaim.engine.sampling.sampler import SampledToken, SampleRow, draw
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.schedule import Pass
@@ -328,7 +328,7 @@ class OutputProcessor:
         if request.metrics.ttft_s is None:
             request.metrics.ttft_s = time.perf_counter() - request.arrival_s
         seq.token_ids.append(token)
-        complete = seq.matcher is not None and follow(seq.matcher, token)
+        complete = seq.rule is not None and seq.rule.take(token)
         if seq.reader is not None:
             seq.reader.take(token)
         self.totals.generation_tokens += 1
@@ -352,6 +352,6 @@ class OutputProcessor:
 
 
 def _may_end(seq: Sequence, drawn: Exception) -> bool:
-    """Return whether the grammar accepts an output for which no token was drawn. min_tokens or bad_words then
-    bar all tokens that could follow."""
-    return isinstance(drawn, InvalidArgumentError) and seq.matcher is not None and seq.matcher.is_accepting()
+    """Return whether an output for which no token was drawn is complete by its rule. min_tokens or bad_words
+    then bar all tokens that could follow."""
+    return isinstance(drawn, InvalidArgumentError) and seq.rule is not None and seq.rule.may_end
