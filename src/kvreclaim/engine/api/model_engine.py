@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -23,6 +22,7 @@ from kvreclaim.engine.api.chat import span_by_template
 from kvreclaim.engine.api.compressors import Compressors
 from kvreclaim.engine.api.kept_statistics import in_best_format, stats_source
 from kvreclaim.engine.api.prompts import Prompt, check_type, request_of
+from kvreclaim.engine.api.warm_up import warm_up
 from kvreclaim.engine.features import FEATURES
 from kvreclaim.engine.features.snapshots.feature import SnapshotUse
 from kvreclaim.engine.offload.session import SessionInfo
@@ -40,7 +40,6 @@ from kvreclaim.model.loader import LoadedModel, Tokenizer
 from kvreclaim.ops.moving import on_device
 from kvreclaim.refusals.max_loss import refuse_tail, refuse_unmeasured
 from kvreclaim.sampling_params import SamplingParams
-from kvreclaim.structured_outputs import StructuredOutputsParams
 
 OF_THE_WEIGHTS = ("quantized_activations", "hf_overrides", "cache_packed_weights", "threads")
 """Engine options that are fixed when a model is loaded."""
@@ -72,6 +71,7 @@ class ModelEngine:
         draft:              a draft model of another engine; its weights are shared if they fit
         stats:              statistics for the key transform of a coded cache; None: those of `compression`,
                             otherwise of stats_file
+        warms_up:           on a GPU, compile the kernels of usual requests now
 
     Raises: InvalidArgumentError, StatsMismatchError.
     """
@@ -84,6 +84,8 @@ class ModelEngine:
         compression: CompressionConfig | None,
         draft: DraftModel | None = None,
         stats: StatsSource | None = None,
+        *,
+        warms_up: bool = True,
     ) -> None:
         self.loaded, self.stats_file, self._given_config = loaded, stats_file, config
         self._given_stats = stats
@@ -96,6 +98,13 @@ class ModelEngine:
         if stats is None:
             stats = stats_source(compression, stats_file)
         config = in_best_format(config, compression, stats, loaded.facts)
+        if warms_up and loaded.facts.device.type == "cuda":
+            warm_up(
+                lambda small: ModelEngine(loaded, stats_file, small, None, self.draft, stats, warms_up=False),
+                config,
+                compression,
+                loaded,
+            )
         with on_device(loaded.facts.device):
             limits = choose_limits(config, loaded.facts, spoken_for)
             self.engine = Engine(loaded, limits, FEATURES, self.draft, stats)
@@ -104,7 +113,6 @@ class ModelEngine:
             self.engine.groups.facts, stats_file, backend, kv_format, self.engine.config
         )
         self._ids = itertools.count()
-        self._making_grammars = threading.Lock()
         self.compression = None if compression is None else self.resolved(compression)
         own = None if self.compression is None else self.compressor(self.compression)
         self.engine.bound(own, config.max_model_len)
@@ -156,7 +164,9 @@ class ModelEngine:
         if stats is None:
             stats = self._given_stats
         other = type(self).__new__(type(self))
-        ModelEngine.__init__(other, self.loaded, self.stats_file, config, self.compression, self.draft, stats)
+        ModelEngine.__init__(
+            other, self.loaded, self.stats_file, config, self.compression, self.draft, stats, warms_up=False
+        )
         return other
 
     @property
@@ -237,15 +247,6 @@ class ModelEngine:
         """A compressor for this model; reads the model's statistics if the config names none."""
         check_type("compression", config, CompressionConfig)
         return self.compressors.of(config)
-
-    def make_grammar(self, params: StructuredOutputsParams) -> None:
-        """Make a grammar that requests will need, if there is none; from any thread, so that no step waits.
-
-        Raises: InvalidArgumentError.
-        """
-        with self._making_grammars:  # the first one reads the vocabulary
-            grammars = self.engine.grammars
-        grammars.matcher(params)
 
     # State of the engine.
 
