@@ -3,7 +3,7 @@
     python compile_kernels.py 90             # compute capability 9.0; one shape of a plain format
     python compile_kernels.py 90 steps       # one model's steps of several sizes, which share their kernels
     python compile_kernels.py 90 plain int8  # shapes of models, over plain caches and over int8 (SETS)
-    python compile_kernels.py 90 all         # base and all SETS; a quarter of an hour
+    python compile_kernels.py 90 all         # base and all SETS; half an hour
     python compile_kernels.py 90 --record    # adds what it found to compiled.json, with which tests compare
 
 Prints a JSON object per compiled variant: what was launched, the kernel, its registers, bytes of stack
