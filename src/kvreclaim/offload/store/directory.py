@@ -16,6 +16,7 @@ import os
 import re
 import stat
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final
@@ -244,7 +245,7 @@ class StoreDirectory:
     def _remove(self, found: Found) -> None:
         """Remove the index first: without its slots it would list missing records."""
         for name in (found.index, found.slots):
-            if self._size(name):
+            with suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=self.fd)
         namespace = os.path.dirname(found.slots)
         if set(self._listed(namespace)) <= {META}:
