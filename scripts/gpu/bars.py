@@ -62,7 +62,7 @@ class Measured:
 
     def bus_share(self) -> float:
         shares = {row["copy"]: row["share"] for row in self.rows if "bus" in row}
-        return float(min(shares["read_blocks"], shares["write_blocks"]))
+        return float(min(shares["to host"], shares["to blocks"]))
 
 
 BARS: dict[str, tuple[Callable[[Measured], float], str, float]] = {

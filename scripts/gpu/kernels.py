@@ -21,7 +21,7 @@ from kvreclaim.bench.kernel_cases import (
     write,
 )
 from kvreclaim.bench.kernel_shapes import KernelShape
-from kvreclaim.ops.blocks_io import bytes_per_block, read_blocks, write_blocks
+from kvreclaim.ops.blocks_io import BlockCopies, bytes_per_block
 from scripts.gpu.session import Session
 
 SMI = ("nvidia-smi", "--format=csv,noheader", "--query-gpu=driver_version,clocks.sm,clocks.mem,power.draw")
@@ -77,9 +77,13 @@ def host_tier(session: Session) -> None:
     size = (blocks, bytes_per_block(planes))
     slots = torch.zeros(size, dtype=torch.uint8, pin_memory=not session.is_tiny)
     ids, places = torch.randperm(blocks).tolist(), list(range(blocks))
-    out_s = bench.median_time(lambda: read_blocks(planes, ids, slots, places), session.device)
-    in_s = bench.median_time(lambda: write_blocks(planes, slots, places, ids), session.device)
-    for copy, bus, elapsed_s in (("read_blocks", "d2h_gb_s", out_s), ("write_blocks", "h2d_gb_s", in_s)):
+    copies = BlockCopies(planes[0].device)
+    moves = (
+        ("to host", "d2h_gb_s", lambda: (copies.read(planes, ids, slots, places), copies.wait())),
+        ("to blocks", "h2d_gb_s", lambda: (copies.write(planes, slots, places, ids), copies.wait())),
+    )
+    for copy, bus, run in moves:
+        elapsed_s = bench.median_time(run, session.device)
         session.add(copy=copy, bus=bus, blocks=blocks, gb_s=slots.nbytes / elapsed_s / 1e9)
 
 

@@ -62,7 +62,7 @@ def test_every_part_leaves_its_rows(tmp_path: Path) -> None:
     assert len({row["op"] for row in ops}) == 8
     assert max(row["error"] for row in ops) < 1e-4
     copies = {row["copy"]: row["bus"] for row in rows["kernels"] if "copy" in row}
-    assert copies == {"read_blocks": "d2h_gb_s", "write_blocks": "h2d_gb_s"}
+    assert copies == {"to host": "d2h_gb_s", "to blocks": "h2d_gb_s"}
     caches = ["full", "equal heads", "unequal heads", "full, kernels=auto"]
     steps = {row["label"]: row for row in rows["decode"] if "passes" in row}
     assert {label: row["passes"] > 0 for label, row in steps.items()} == {
@@ -141,8 +141,8 @@ BAR_ROWS = [
         for form, us in {"bf16": 300.0, "int8": 180.0, "int4": 150.0}.items()
     ),
     {"peer": "transformers", "context": 2112, "batch": 32, "tokens_per_s": 500.0},
-    {"copy": "read_blocks", "bus": "d2h_gb_s", "share": 0.9},
-    {"copy": "write_blocks", "bus": "h2d_gb_s", "share": 0.7},
+    {"copy": "to host", "bus": "d2h_gb_s", "share": 0.9},
+    {"copy": "to blocks", "bus": "h2d_gb_s", "share": 0.7},
 ]
 
 

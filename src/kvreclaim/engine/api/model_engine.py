@@ -23,6 +23,7 @@ from kvreclaim.engine.api.chat import span_by_template
 from kvreclaim.engine.api.compressors import Compressors
 from kvreclaim.engine.api.kept_statistics import in_best_format, stats_source
 from kvreclaim.engine.api.prompts import Prompt, check_type, request_of
+from kvreclaim.engine.api.warm_up import warm_up
 from kvreclaim.engine.features import FEATURES
 from kvreclaim.engine.features.snapshots.feature import SnapshotUse
 from kvreclaim.engine.offload.session import SessionInfo
@@ -72,6 +73,7 @@ class ModelEngine:
         draft:              a draft model of another engine; its weights are shared if they fit
         stats:              statistics for the key transform of a coded cache; None: those of `compression`,
                             otherwise of stats_file
+        warms_up:           on a GPU, compile the kernels of usual requests now
 
     Raises: InvalidArgumentError, StatsMismatchError.
     """
@@ -84,6 +86,8 @@ class ModelEngine:
         compression: CompressionConfig | None,
         draft: DraftModel | None = None,
         stats: StatsSource | None = None,
+        *,
+        warms_up: bool = True,
     ) -> None:
         self.loaded, self.stats_file, self._given_config = loaded, stats_file, config
         self._given_stats = stats
@@ -96,6 +100,13 @@ class ModelEngine:
         if stats is None:
             stats = stats_source(compression, stats_file)
         config = in_best_format(config, compression, stats, loaded.facts)
+        if warms_up and loaded.facts.device.type == "cuda":
+            warm_up(
+                lambda small: ModelEngine(loaded, stats_file, small, None, self.draft, stats, warms_up=False),
+                config,
+                compression,
+                loaded,
+            )
         with on_device(loaded.facts.device):
             limits = choose_limits(config, loaded.facts, spoken_for)
             self.engine = Engine(loaded, limits, FEATURES, self.draft, stats)
@@ -156,7 +167,9 @@ class ModelEngine:
         if stats is None:
             stats = self._given_stats
         other = type(self).__new__(type(self))
-        ModelEngine.__init__(other, self.loaded, self.stats_file, config, self.compression, self.draft, stats)
+        ModelEngine.__init__(
+            other, self.loaded, self.stats_file, config, self.compression, self.draft, stats, warms_up=False
+        )
         return other
 
     @property

@@ -173,11 +173,11 @@ class CompressedSessions:
 
     def _fill(self, seq_id: int, image: Image, blocks: list[int]) -> None:
         """Write the bytes of blocks and the side state of the sequence."""
-        signals, places = self.store.signals, range(len(blocks))
+        signals = self.store.signals
         self.backend.prepare_blocks(self.cache, blocks)
-        write_blocks(self.cache.planes, image.blocks, places, blocks)
+        write_blocks(self.cache.planes, image.blocks, blocks)
         if image.beside is not None:
-            write_blocks(signals.keep_scores().planes, image.beside, places, blocks)
+            write_blocks(signals.keep_scores().planes, image.beside, blocks)
         signals.resume(seq_id, image.aside.signals)
 
 

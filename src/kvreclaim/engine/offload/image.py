@@ -19,7 +19,7 @@ from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.offload import Parked
 from kvreclaim.memory.prefix.index import BlockKeys
 from kvreclaim.offload.store.host import HostSlots
-from kvreclaim.ops.blocks_io import bytes_per_block, read_blocks
+from kvreclaim.ops.blocks_io import read_blocks
 from kvreclaim.ops.cell_tables import CellTable
 from kvreclaim.ops.cells import blocks_of
 from kvreclaim.ops.kv_cache import KVCache
@@ -73,9 +73,8 @@ def image_of(seq: Sequence, memory: MemoryManager, cache: KVCache, signals: Sign
     table = memory.table(seq.seq_id)
     ids = table.block_ids[: blocks_for(table.physical_len, memory.block_size)]
     held = [block for block in ids if block is not None]
-    blocks, beside = _bytes_of(cache.planes, held), None
-    if signals.scores is not None:
-        beside = _bytes_of(signals.scores.planes, held)
+    blocks = read_blocks(cache.planes, held)
+    beside = None if signals.scores is None else read_blocks(signals.scores.planes, held)
     aside = SideState(signals.copy_of(seq.seq_id, table.physical_len), table.block_ids)
     return _image(seq, table, aside, cache, blocks, beside)
 
@@ -84,15 +83,7 @@ def image_of_parked(
     seq: Sequence, parked: Parked, aside: SideState, cache: KVCache, slots: HostSlots
 ) -> Image:
     """Copy a sequence on the host."""
-    rows = torch.tensor(parked.held, dtype=torch.int64)
-    beside = None if slots.beside is None else slots.beside[rows]
-    return _image(seq, parked.table, aside, cache, slots.bytes[rows], beside)
-
-
-def _bytes_of(planes: ListLike[Tensor], blocks: list[int]) -> Tensor:
-    found = torch.empty((len(blocks), bytes_per_block(planes)), dtype=torch.uint8)
-    read_blocks(planes, blocks, found, range(len(blocks)))
-    return found
+    return _image(seq, parked.table, aside, cache, *slots.rows(parked.held))
 
 
 def _image(

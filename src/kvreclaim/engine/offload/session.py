@@ -101,13 +101,10 @@ class Sessions:
         if self.tiers is not None:
             self.tiers.bring_up(keys)
         match = self.memory.match_prefix(keys)
-        found = torch.empty(
-            (len(match.entries) + len(match.lower), bytes_per_block(self.cache.planes)), dtype=torch.uint8
-        )
-        blocks, slots = match.block_ids, [entry.block for entry in match.lower]
-        read_blocks(self.cache.planes, blocks, found, range(len(blocks)))
-        if self.tiers is not None and slots:
-            found[len(blocks) :] = self.tiers.moves.slots.bytes[torch.tensor(slots)]
+        found = read_blocks(self.cache.planes, match.block_ids)
+        if self.tiers is not None and match.lower:
+            lower, _ = self.tiers.moves.slots.rows([entry.block for entry in match.lower])
+            found = torch.cat([found, lower])
         tensors = {"blocks": found}
         if self.states is not None and len(found):
             tensors[NAME] = self.states.of_match(match)
@@ -131,7 +128,7 @@ class Sessions:
                 self.tiers.load_now()
             if growth.new_blocks:
                 self.backend.prepare_blocks(self.cache, list(growth.new_blocks))
-                write_blocks(self.cache.planes, blocks, range(held, len(blocks)), growth.new_blocks)
+                write_blocks(self.cache.planes, blocks[held:], growth.new_blocks)
             if self.states is not None and state is not None:
                 self.states.enter(seq_id, state)
             memory.release_copy_sources()
