@@ -14,7 +14,6 @@ from itertools import chain
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic
-from types import TracebackType
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
@@ -257,9 +256,7 @@ class Gauges:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
 

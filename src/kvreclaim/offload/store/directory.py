@@ -18,7 +18,6 @@ import stat
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final
 
 from kvreclaim.checks import require
@@ -81,9 +80,7 @@ class StoreDirectory:
     def __enter__(self) -> StoreDirectory:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
