@@ -19,7 +19,7 @@ from benchmarks.runner import case, ratios
 from kvreclaim.bench.common import Row, alternate, seconds
 from kvreclaim.bench.plans import ModelPlan
 from kvreclaim.engine.api.llm import LLM
-from kvreclaim.engine.sampling.grammar import composed
+from kvreclaim.engine.features.structured_outputs.grammar import OutputGrammar, composed
 from kvreclaim.options import option
 from kvreclaim.parsers.grammars import answer_grammar
 from kvreclaim.parsers.lark import Lark
@@ -156,12 +156,12 @@ def steps(llm: LLM, count: int) -> None:
 def masks_s(llm: LLM) -> list[float]:
     """Seconds for the masks of all sequences, in some steps."""
     words = np.zeros((llm.loaded.vocab_size + 31) // 32, dtype=np.uint32)
-    matchers = [request.sequences[0].matcher for request in llm.engine.requests.values()]
+    rules = [request.sequences[0].rule for request in llm.engine.requests.values()]
 
     def masks() -> None:
-        for matcher in matchers:
-            assert matcher is not None, "it follows a grammar"
-            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        for rule in rules:
+            assert isinstance(rule, OutputGrammar), "it follows a grammar"
+            rule.matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
 
     times = []
     for _ in range(MASK_STEPS):

@@ -58,11 +58,13 @@ def _noun(match: re.Match[str]) -> str:
 
 
 def compatibility_page() -> str:
-    """Return the table by feature, without rows about options alone; what no test covers is one line."""
+    """Return the table by feature, without rows about options alone or HTTP fields; what no test covers is
+    one line."""
     by_feature: dict[str, list[str]] = {}
     for row in ROWS:
         first, *others = row.features
-        if any(feature.kind is not Kind.STATE for feature in row.features):
+        kinds = {feature.kind for feature in row.features}
+        if kinds != {Kind.STATE} and Kind.FIELD not in kinds:
             reason = re.sub(r"(?:policy |kv_cache_dtype )?\{(\w+)(?:!r)?\}", _noun, row.why).replace(
                 "  ", " "
             )

@@ -77,7 +77,7 @@ def can_meet(one: Feature, other: Feature) -> bool:
     """Whether a caller can combine two features. Those of one policy or model come together, the plugin has
     an engine of its own, and a session holds what an engine has cached."""
     kinds = {one.kind, other.kind}
-    if Kind.STATE in kinds:
+    if kinds & {Kind.STATE, Kind.FIELD}:
         return False
     if Kind.PLUGIN in kinds:
         return Kind.POLICY in kinds

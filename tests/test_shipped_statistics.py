@@ -42,7 +42,7 @@ def test_a_tenth_of_the_bytes_is_of_codes(real, real_dir) -> None:
     """The trial's best format there, in the commands, too."""
     assert real.metadata.keys
     form = real.metadata.trial.format_at(0.1)
-    assert form == "int8+int4"
+    assert form == "int4"
     options = ("--kv-budget", "10%", "--kv-compression-stats", str(shipped_statistics(REAL_MODEL)))
     given = (
         "generate",

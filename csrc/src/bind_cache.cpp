@@ -209,18 +209,40 @@ void gather(const Cache& cache, int64_t layer, nb::handle block_ids, nb::handle 
   kernels().gather_tokens(args);
 }
 
-void stretch(nb::handle x, nb::handle u, nb::handle v, nb::handle out) {
-  const Tensor rows(x, "x", 4), along(u, "u", 3), added(v, "v", 3), result(out, "out", 4);
-  const int64_t heads = rows.size(1), count = along.size(1), dim = rows.size(3);
-  const Element element = rows.element();
-  rows.require(dim > 0 && dim <= kMaxStretchDim, "has rows of another size than the kernel takes");
-  along.require_shape({heads, count, dim});
-  added.require_shape({heads, count, dim});
-  result.require_shape({rows.size(0), heads, rows.size(2), dim});
-  const StretchArgs args{rows.data<char>(element), along.data<char>(element), added.data<char>(element),
-                         result.data<char>(element), rows.size(0), heads, rows.size(2), dim, count, rows.type()};
+// [K, ..., D] of the element of `like`, contiguous; null for None.
+const char* constants(nb::handle object, const char* name, std::initializer_list<int64_t> shape, Element element) {
+  if (object.is_none()) return nullptr;
+  const Tensor tensor(object, name, (int)shape.size());
+  tensor.require_shape(shape);
+  return tensor.data<char>(element);
+}
+
+void transform_rows(nb::handle x, nb::handle factor, nb::handle offset, nb::handle directions, nb::handle added,
+                    nb::handle out) {
+  const Tensor rows(x, "rows", 3), scale(factor, "factor", 2), result(out, "out", 3);
+  const int64_t heads = scale.size(0), dim = rows.size(2);
+  const int64_t count = directions.is_none() ? 0 : Tensor(directions, "directions", 3).size(1);
+  const Element element = scale.element();
+  rows.require(dim % 8 == 0, "has a head dim that is no multiple of 8");
+  rows.require(heads > 0 && rows.size(1) % heads == 0, "has heads that are no multiple of the KV heads");
+  rows.require(rows.stride(2) == 1, "has numbers of a row that lie apart");
+  result.require_shape({rows.size(0), rows.size(1), dim});
+  result.require(result.element() == rows.element() && result.stride(2) == 1, "is no place for such rows");
+  if (directions.is_none() != added.is_none()) throw nb::value_error("directions and added come together");
+  const TransformArgs args{rows_view(rows),
+                           rows_view(result),
+                           constants(factor, "factor", {heads, dim}, element),
+                           constants(offset, "offset", {heads, dim}, element),
+                           constants(directions, "directions", {heads, count, dim}, element),
+                           constants(added, "added", {heads, count, dim}, element),
+                           scale.row_type(),
+                           rows.size(0),
+                           heads,
+                           rows.size(1) / heads,
+                           dim,
+                           count};
   nb::gil_scoped_release release;
-  kernels().stretch(args);
+  kernels().transform_rows(args);
 }
 
 // Asks the system for huge pages under a large tensor: random blocks otherwise miss the TLB once each.
@@ -242,7 +264,8 @@ void bind_cache(nb::module_& m) {
            nb::arg("signs").none());
   m.def("write_kv", write);
   m.def("gather_tokens", gather);
-  m.def("stretch", stretch, nb::arg("x"), nb::arg("u"), nb::arg("v"), nb::arg("out"));
+  m.def("transform_rows", transform_rows, nb::arg("rows"), nb::arg("factor"), nb::arg("offset").none(),
+        nb::arg("directions").none(), nb::arg("added").none(), nb::arg("out"));
   m.def("advise_huge_pages", advise_huge_pages);
 }
 

@@ -17,6 +17,7 @@ from kvreclaim import LLM
 from kvreclaim.engine.compact.job import CompactionResult
 from kvreclaim.engine.execute import runner as runner_module
 from kvreclaim.engine.features.drops.feature import SpanDrops
+from kvreclaim.engine.features.verification.feature import Verification
 from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.model.attention import AttentionCall, LatentCall
 from kvreclaim.ops.formats.codecs import round_trip
@@ -118,7 +119,7 @@ class Shadow:
             self.histories[child_id] = self.histories[parent_id].copy()
             return fork(parent_id, child_id, *args)
 
-        companions = llm.engine.verifier.companions
+        companions = llm.engine.feature(Verification).verifier.companions
         fork_companion = companions.fork
 
         def watched_fork_companion(*args):
@@ -165,7 +166,7 @@ class Shadow:
                     self._note_contents(item, item.seq.num_computed + item.num_tokens)
             return result
 
-        done = llm.engine.scheduler.done
+        done = llm.engine.scheduler.update_from_output
 
         def watched_done(plan, outcome):
             problems = done(plan, outcome)
@@ -175,7 +176,7 @@ class Shadow:
                     self._note_contents(item, item.seq.num_computed)
             return problems
 
-        monkeypatch.setattr(llm.engine.scheduler, "done", watched_done)
+        monkeypatch.setattr(llm.engine.scheduler, "update_from_output", watched_done)
 
         def watched_attend(batch, call):
             out = attend(batch, call)

@@ -12,6 +12,9 @@ import torch
 from settings import assert_idle
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams, StructuredOutputsParams
+from kvreclaim.engine.features.structured_outputs.feature import StructuredOutputs
+from kvreclaim.engine.features.structured_outputs.grammar import Grammars
+from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.sampling.sampler import SampleRow
 from kvreclaim.errors import InvalidArgumentError
 
@@ -140,12 +143,10 @@ def test_drafts_do_not_change_what_is_said(real_dir: Path) -> None:
 
 def test_the_mask_is_what_the_grammar_allows(llm: LLM) -> None:
     """Against every token of the vocabulary, tried alone."""
-    from kvreclaim.engine.sampling.grammar import restrict
-
     vocab = llm.loaded.vocab_size
-    matcher = llm.engine.grammars.matcher(StructuredOutputsParams(regex="[ab]+c"))
+    begun = llm.engine.feature(StructuredOutputs).grammars.begin(StructuredOutputsParams(regex="[ab]+c"))
     logits = torch.zeros(2, vocab)
-    restrict(logits, [1], [matcher])
+    begun.restrict(logits, [1], [begun])
     assert (logits[0] == 0).all()
     allowed = {i for i in range(vocab) if logits[1, i] == 0}
     texts = {i: llm.tokenizer.decode([i]) for i in range(vocab)}
@@ -234,8 +235,21 @@ def test_a_grammar_that_explodes_ends_its_request_alone(llm: LLM) -> None:
 
 def test_a_model_without_tokenizer_refuses(tiny_dir) -> None:
     llm = LLM(tiny_dir("llama"), num_blocks=16)
-    with pytest.raises(InvalidArgumentError, match="need a tokenizer and an end-of-sequence token"):
+    with pytest.raises(InvalidArgumentError, match="structured_outputs needs an end-of-sequence token"):
         llm.generate(tiny.prompts((5,)), asking(choice=["a"]))
+
+
+def test_a_prepared_grammar_is_not_made_when_its_request_is_added(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params, free = asking(choice=["prepared"]), SamplingParams()
+    plain, spec = (RequestSpec(prompt_token_ids=[1, 2], params=each) for each in (free, params))
+    assert llm.engine.factory.preparations(plain) == []
+    (prepare,) = llm.engine.factory.preparations(spec)
+    prepare()
+    monkeypatch.setattr(Grammars, "_made", lambda *_: pytest.fail("made by the engine's thread"))
+    (out,) = llm.generate([PROMPT], params)
+    assert out.outputs[0].text == "prepared"
 
 
 @pytest.mark.parametrize("given", GIVEN, ids=str)
@@ -243,17 +257,16 @@ def test_the_likeliest_token_is_taken_without_a_mask_just_where_the_mask_allows_
     llm: LLM, given: dict[str, object]
 ) -> None:
     """Every token alone, along one output."""
-    from kvreclaim.engine.sampling.grammar import restrict
-
     vocab = llm.loaded.vocab_size
-    asked = asking(0.0, **given)
-    matcher = llm.engine.grammars.matcher(asked.structured_outputs)
+    params = asking(0.0, **given)
+    output = llm.engine.feature(StructuredOutputs).grammars.begin(params.structured_outputs)
     rng = torch.Generator().manual_seed(0)
-    while not matcher.is_stopped():
+    is_complete = False
+    while not is_complete:
         logits = torch.zeros(1, vocab)
-        restrict(logits, [0], [matcher])
-        row = SampleRow(asked, [0], [], (), None, matcher)
+        output.restrict(logits, [0], [output])
+        row = SampleRow(params, [0], [], (), None, output)
         allowed = (logits[0] == 0).nonzero()[:, 0]
         tried = {*torch.randperm(vocab, generator=rng)[:200].tolist(), *allowed[:200].tolist()}
         assert {token for token in tried if row.takes(token)} == tried & {*allowed.tolist()}
-        matcher.consume_token(int(allowed[torch.randint(len(allowed), (), generator=rng)]))
+        is_complete = output.take(int(allowed[torch.randint(len(allowed), (), generator=rng)]))

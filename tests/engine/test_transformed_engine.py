@@ -11,7 +11,7 @@ import tiny
 import torch
 from settings import assert_idle, with_options
 
-from kvreclaim import LLM, CompressionConfig, SamplingParams
+from kvreclaim import LLM, BeamSearchParams, CompressionConfig, SamplingParams
 from kvreclaim.calibrate.calibration import calibrate
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.engine.step import assembly
@@ -142,6 +142,77 @@ def test_features_answer_alike(plain, monkeypatch, name):
 
     want = said(plain.sibling(**options))
     assert said(transformed(plain, monkeypatch, **options)) == want
+
+
+TIERS = {"kv_offloading_size": 16e6 / 2**30, "kv_load_policy": "wait_complete"}
+DISK = {**TIERS, "kv_offloading_disk_size": 32e6 / 2**30}
+WAYS = {
+    "beams": {},
+    "drafts": {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}},
+    "swap": {**TIERS, "num_blocks": 9, "preemption_mode": "swap"},
+    "disk": DISK,
+    "session": {},
+    "snapshot": {"prefix_snapshot_fraction": 0.5},
+}
+
+
+def answers(llm: LLM, way: str, has_document: bool = False) -> list:
+    """Tokens of a document and two questions, or of two searches. has_document: its tokens are loaded"""
+    document, *questions = tiny.prompts((70, 9, 23), seed=8)
+    prompts, config = [document + question for question in questions], None
+    if way == "beams":
+        settings = BeamSearchParams(beam_width=3, max_tokens=24, num_return_sequences=3, ignore_eos=True)
+        return [[each.token_ids for each in out.outputs] for out in llm.beam_search(prompts, settings)]
+    if way == "snapshot":
+        prompts = with_options(prompts, compress_prompt_at=len(document))
+        config = CompressionConfig("keydiff", **SMALL)
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    batches = [[prompt] for prompt in prompts] if way == "snapshot" else [prompts]
+    outputs = [out for batch in batches for out in llm.generate(batch, params, config)]
+    assert [out.error for out in outputs] == [None, None]
+    if has_document:
+        assert all(out.metrics.num_cached_tokens >= 64 for out in outputs)
+        assert any(out.metrics.num_disk_tokens >= 64 for out in outputs) == (way == "disk")
+    return [out.outputs[0].token_ids for out in outputs]
+
+
+@pytest.mark.parametrize("form", ["fp32", "int4", "int8+int4"])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_moves_or_shares_blocks_answers_alike(plain, monkeypatch, tmp_path, way, form):
+    """Transformed keys in fp32: the tokens of keys as they are. Codes: those of an engine without the way."""
+
+    def make(**options):
+        own = {"num_blocks": 40, **options}
+        if form == "fp32":
+            return transformed(plain, monkeypatch, **own)
+        llm = plain.sibling(kv_cache_dtype=form, **own)
+        assert llm.engine.cache.layers[0].softmax.keys.directions is not None
+        return llm
+
+    alone = {"num_blocks": 40, "enable_prefix_caching": False, "prefix_snapshot_fraction": 0.0}
+    want = answers(plain.sibling(**alone) if form == "fp32" else make(**alone), way)
+    options = dict(WAYS[way])
+    if way == "disk":
+        options["kv_offloading_disk_path"] = str(tmp_path)
+    llm = make(**options)
+    assert answers(llm, way) == want
+    if way == "swap":
+        assert llm.engine.totals.swaps > 0
+    if way == "snapshot":
+        assert len(llm.engine.scheduler.snapshots) == 1
+    if way == "drafts":
+        assert llm.engine.totals.speculation.num_drafts > 0
+    if way in ("disk", "session"):
+        document = tiny.prompts((70,), seed=8)[0]
+        if way == "session":
+            llm.save_session(document, tmp_path / "a.session")
+        llm.close()
+        llm = make(**options)
+        if way == "session":
+            llm.load_session(tmp_path / "a.session")
+        assert answers(llm, way, has_document=True) == want
+    assert_idle(llm)
+    llm.close()
 
 
 def test_forks_whose_heads_hold_unequal_numbers_answer_alike(plain, monkeypatch):

@@ -7,6 +7,7 @@ from settings import assert_idle, small
 from verifying import GREEDY, POLICIES, PROMPTS, SAMPLED, drafting, on_host, said
 
 from kvreclaim import LLM, SamplingParams, demo_model
+from kvreclaim.engine.features.verification.feature import Verification
 from kvreclaim.eval.demo_tasks import DEMO_TASKS
 
 FORMATS = ("fp32", "bf16", "int8", "int4", "fp8_e4m3", "turboquant4", "int8+int4")
@@ -34,7 +35,7 @@ def assert_drafted(llm: LLM) -> None:
 
 def assert_left_nothing(llm: LLM) -> None:
     assert_idle(llm)
-    verifier = llm.engine.verifier
+    verifier = llm.engine.feature(Verification).verifier
     memory = verifier.companions.memory
     memory.check()
     assert memory.stats().in_use == len(verifier.companions) == 0

@@ -10,7 +10,8 @@ from verifying import GREEDY, PROMPTS, drafting, on_host, said
 from kvreclaim import LLM, BeamSearchParams, CompressionConfig, SamplingParams, demo_model
 from kvreclaim.chunks import Chunk
 from kvreclaim.compression_settings import BUDGETS
-from kvreclaim.engine.request.verify import FULL_ROUNDS, Verify, budgets_of
+from kvreclaim.engine.features.verification.feature import budgets_of
+from kvreclaim.engine.request.verify import FULL_ROUNDS, Verify
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.schedule import EvictionMethod, Footprint
 

@@ -14,7 +14,8 @@ from verifying import GREEDY, PROMPTS, SAMPLED, drafting, on_host, said
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.compression.policies.knorm import Knorm
 from kvreclaim.engine.compact.pass_context import PassContext
-from kvreclaim.engine.speculative import verifier as verifying_module
+from kvreclaim.engine.features.verification import verifier as verifying_module
+from kvreclaim.engine.features.verification.feature import Verification
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.kv_cache import PagedTokens
 
@@ -58,7 +59,8 @@ def test_a_companion_holds_its_owners_bytes_where_the_policy_kept_them(
     llm = verified_of(make_llm(kv_cache_dtype=form, max_num_batched_tokens=40), host)
     config, engine = drafting(policy), llm.engine
     add(llm, config)
-    companions, copier = engine.verifier.companions, engine.verifier.tracker.copier
+    verifier = engine.feature(Verification).verifier
+    companions, copier = verifier.companions, verifier.tracker.copier
     num_seen = num_evicted = 0
     while engine.has_unfinished:
         engine.step()
@@ -169,7 +171,7 @@ def boom(*arguments, **named):
 
 
 def broken(verified: LLM, what: str, monkeypatch) -> None:
-    verifier = verified.engine.verifier
+    verifier = verified.engine.feature(Verification).verifier
     forward = verifier.runner.forward
 
     def without_numbers(step, *, observed=True):
@@ -218,7 +220,7 @@ def test_in_a_small_pool_companions_give_way_and_come_back(make_llm):
     while engine.has_unfinished:
         engine.step()
         engine.memory.check()
-        counts.append((len(engine.verifier.companions), len(engine.scheduler.running)))
+        counts.append((len(engine.feature(Verification).verifier.companions), len(engine.scheduler.running)))
     gone = sum(later[0] < before[0] and later[1] >= before[1] for before, later in pairwise(counts))
     back = sum(later[0] > before[0] for before, later in pairwise(counts))
     assert [request.sequences[0].token_ids[request.sequences[0].num_prompt :] for request in requests] == [

@@ -98,10 +98,8 @@ def test_compiled_in_one_graph_with_buffers_as_inputs() -> None:
     for seed in (0, 5):
         own = transform(seed)
         layer.keys, layer.values = torch.zeros(0, KV, D), torch.zeros(0, KV, D)
-        layer.centring_inverse.copy_(own.inverse)
-        layer.centring_offset.copy_(own.offset)
-        layer.centring_along.copy_(own.of_keys[0])
-        layer.centring_keys.copy_(own.of_keys[1])
+        for name, part in zip(("inverse", "offset", "along", "keys"), own.of_keys, strict=True):
+            getattr(layer, f"centring_{name}").copy_(part)
         with torch.compiler.set_stance("default" if seed == 0 else "fail_on_recompile"):
             found = compiled(layer, step)
         torch.testing.assert_close(found, own.stored(step[1].view(-1, KV, D)))

@@ -52,6 +52,7 @@ def test_all_that_sees_a_key_or_a_query_transforms_it() -> None:
         "allocate",
         "plain_view",
         "unsupported_reason",
+        "transform_rows",
         "compact",
         "select_runs",
         "select_top",

@@ -17,7 +17,7 @@ from test_output_formats import DEEPSEEK_V3, DSML, HARMONY, HERMES, TOOLS
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvreclaim.engine.sampling.grammar import composed, reason_against
+from kvreclaim.engine.features.structured_outputs.grammar import composed, reason_against
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.parsers.arguments import Callee
 from kvreclaim.parsers.formats import ARRAY, Splitter

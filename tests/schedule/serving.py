@@ -110,7 +110,7 @@ class Serving:
             self.computed[self.sequences[row.seq_id].request_id] += row.num_tokens
         self.begun += [self.sequences[one.seq_id].request_id for one in plan.admitted]
         self.preempted.update((self.sequences[one.seq_id].tenant, one.reason) for one in plan.preempted)
-        assert not self.scheduler.done(plan, StepDone(tuple(row.seq_id for row in plan.rows)))
+        assert not self.scheduler.update_from_output(plan, StepDone(tuple(row.seq_id for row in plan.rows)))
         for row in plan.rows:
             self._draw(self.sequences[row.seq_id])
         return plan

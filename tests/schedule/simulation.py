@@ -354,7 +354,7 @@ class World:
         self.worker.prepare(plan, self.sequences)
         computed = self._compute(plan, fault)
         tokens = {row.seq_id: self._drawn(row) for row in plan.rows if row.seq_id in computed}
-        assert not self.scheduler.done(plan, StepDone(tuple(computed), tokens))
+        assert not self.scheduler.update_from_output(plan, StepDone(tuple(computed), tokens))
         self.worker.store()
         for seq_id, states in computed.items():
             self.worker.committed(seq_id, states)

@@ -137,7 +137,7 @@ def run(scheduler, seq, num_tokens, draw):
         plan = scheduler.schedule()
         assert plan.rows, "nobody can go on"
         assert not plan.failed
-        assert scheduler.done(plan, StepDone(tuple(row.seq_id for row in plan.rows))) == []
+        assert scheduler.update_from_output(plan, StepDone(tuple(row.seq_id for row in plan.rows))) == []
         for done in scheduler.compress([seq]):
             if done.eviction_method is EvictionMethod.BLOCKS:
                 held, count = range(done.num_tokens // SIZE), (done.num_tokens - done.keep) // SIZE

@@ -53,7 +53,7 @@ class Pair:
             if seq.seq_id in rows
             and rows[seq.seq_id].first + rows[seq.seq_id].num_tokens == len(seq.token_ids)
         }
-        assert self.scheduler.done(plan, StepDone(tuple(rows), drawn)) == []
+        assert self.scheduler.update_from_output(plan, StepDone(tuple(rows), drawn)) == []
         for seq in [seq for seq in self.live if len(seq.token_ids) >= seq.max_len]:
             self.live.remove(seq)
             self.scheduler.remove(seq)

@@ -60,7 +60,7 @@ class Bench:
 
     def step(self):
         plan = self.scheduler.schedule()
-        self.scheduler.done(plan, StepDone(tuple(row.seq_id for row in plan.rows)))
+        self.scheduler.update_from_output(plan, StepDone(tuple(row.seq_id for row in plan.rows)))
         self.memory.offload.pop_stores()
         return plan
 

@@ -16,7 +16,7 @@
 #include "kvreclaim/mixture.h"
 #include "kvreclaim/recurrent_args.h"
 #include "kvreclaim/scoring.h"
-#include "kvreclaim/stretch.h"
+#include "kvreclaim/transform.h"
 #include "kvreclaim/surrogate.h"
 #include "kvreclaim/token_norms.h"
 #include "kvreclaim/topk.h"
@@ -38,7 +38,7 @@
   X(selective_scan, SelectiveScanArgs) \
   X(packed_linear, PackedArgs)      \
   X(unpack_rows, UnpackArgs)        \
-  X(stretch, StretchArgs)           \
+  X(transform_rows, TransformArgs)  \
   X(write_kv, WriteArgs)            \
   X(gather_tokens, GatherArgs)      \
   X(trig_norm_scores, TrigArgs)     \

@@ -11,11 +11,11 @@ A request meets the feature in this order:
 
 1. A prompt in Python (`{"prompt": text, "drop_spans": ...}`) or an HTTP body names fields of the option.
    `option_of` makes the option from them.
-2. `Engine.add` calls `conditions` for the compatibility table, then `claim`: the feature checks
-   its option, raises an InvalidArgumentError that names the remedy, or changes the request's footprint.
-   `limited` follows when the lengths have been checked.
+2. A server calls `prepare`, off the engine's thread. `Engine.add` calls `conditions` for the compatibility
+   table, then `claim`: the feature checks its option, raises an InvalidArgumentError that names the remedy,
+   or changes the request's footprint. `limited` follows when the lengths have been checked.
 3. `begin`: the request has its first sequence, which is not queued yet.
-4. While it runs: `reader` for each of its outputs, `before_pass` in each step that computes it.
+4. While it runs: `reader` and `rule` for each of its outputs, `before_pass` in each step that computes it.
 5. `report`: the feature writes its figures into the request's metrics.
 
 A feature that takes part in every step, whichever request it is for, adds an `Extension`
@@ -33,6 +33,7 @@ from kvreclaim.engine.request.hooks import TokenReader
 from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.engine.request.request import Request, Sequence
 from kvreclaim.engine.request.spec import RequestSpec
+from kvreclaim.engine.sampling.rule import OutputRule
 from kvreclaim.refusals import Feature
 from kvreclaim.schedule.budget.footprint import Footprint
 
@@ -44,12 +45,14 @@ class RequestDraft:
     compressor: compresses the request; None: every token stays, or a compressed cache only drafts
     footprint:  the KV memory that the request may hold; features replace it
     state:      becomes `Request.state`: what features keep with the request, by type
+    bad_words:  token ids of each of the parameters' bad_words
     queued:     whether the request is queued at once; else the feature queues it later
     """
 
     spec: RequestSpec
     compressor: Compressor | None
     footprint: Footprint
+    bad_words: tuple[tuple[int, ...], ...] = ()
     state: dict[type, Any] = field(default_factory=dict)
     queued: bool = True
 
@@ -60,12 +63,14 @@ class RequestFeature:
     A feature is made before the engine has storage; it reads the engine's memory and lifecycle later. A
     setting of the engine that it refuses ends the start.
 
-    `option_of`, `conditions`, `claim` and `limited` may raise an InvalidArgumentError, which refuses the
-    request. An exception of before_pass ends the request with reason "error". Other methods must not raise.
+    `option_of`, `prepare`, `conditions`, `claim` and `limited` may raise an InvalidArgumentError, which
+    refuses the request. An exception of before_pass ends the request with reason "error". Other methods must
+    not raise.
 
     option:      type of the option, a frozen dataclass
     is_made:     front ends make the option; callers cannot give its fields
     parameter:   field of SamplingParams that gives a request the feature, too
+    setting:     field of CompressionConfig that does so
     is_default:  whether requests without the option have the feature, too; set by __init__ from the config
     prompt_keys: fields of the option that a prompt in Python may have, with their types; `object`: the type
                  is checked in `claim`
@@ -78,6 +83,7 @@ class RequestFeature:
     option: ClassVar[type[Any]]
     is_made: ClassVar[bool] = False
     parameter: ClassVar[str | None] = None
+    setting: ClassVar[str | None] = None
     is_default: bool = False
     prompt_keys: ClassVar[Mapping[str, type]] = {}
     usage: ClassVar[Mapping[str, Callable[[RequestMetrics], int]]] = {}
@@ -100,6 +106,9 @@ class RequestFeature:
         present = {name: value for name, value in given.items() if value is not None}
         return cls.option(**present) if present else None
 
+    def prepare(self, spec: RequestSpec) -> None:
+        """Do slow work for a request before it is added, from any thread, so that no step waits for it."""
+
     def conditions(self, spec: RequestSpec) -> Mapping[Feature, object]:
         """Return rows of the compatibility table that apply to the request, with the values in messages."""
         return {}
@@ -118,14 +127,17 @@ class RequestFeature:
         """Follow a new output of the request; at most one of its features does."""
         return None
 
+    def rule(self, request: Request) -> OutputRule | None:
+        """Restrict the tokens of a new output of the request; at most one of its features does."""
+        return None
+
     def before_pass(self, seq: Sequence) -> None:
         """Tokens of the sequence have been computed. It is compressed afterwards, if that is due. This is
         called twice in a step in which others fork from the sequence."""
 
-    @property
-    def acts_before_passes(self) -> bool:
-        """Whether it has a `before_pass`."""
-        return type(self).before_pass is not RequestFeature.before_pass
+    def overrides(self, name: str) -> bool:
+        """Return whether it has a method of its own with this name."""
+        return getattr(type(self), name) is not getattr(RequestFeature, name)
 
     def report(self, request: Request, metrics: RequestMetrics) -> None:
         """Write the feature's figures."""

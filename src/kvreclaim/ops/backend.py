@@ -50,6 +50,17 @@ class Backend(Protocol):
 
     def unsupported_reason(self, need: Need) -> str | None: ...
 
+    def transform_rows(
+        self,
+        rows: Tensor,
+        factor: Tensor,
+        offset: Tensor | None,
+        directions: Tensor | None,
+        added: Tensor | None,
+    ) -> Tensor:
+        """Transform keys or queries; ops/key_transform.py documents it and is the default."""
+        ...
+
     def write_kv(self, layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None: ...
 
     def paged_attention(self, q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tensor: ...

@@ -20,7 +20,7 @@ from kvreclaim.ops.link import CudaLanes, Lanes, StreamLink
 from kvreclaim.ops.moving import move
 
 MAX_BYTES = 1 << 26
-"""Of a buffer on the device; a single block may take more."""
+"""Size of a buffer on the device, unless a block takes more."""
 
 
 def bytes_per_block(planes: Sequence[Tensor]) -> int:

@@ -46,20 +46,31 @@ class KeyStats:
     gains: Tensor | None = None
 
 
-Stretch = Callable[[Tensor, tuple[Tensor, Tensor]], Tensor]
+RowMap = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""Arguments of transform_rows after the rows, for all rows of a layer's keys or queries."""
 
 
-def stretched(rows: Tensor, along: tuple[Tensor, Tensor]) -> Tensor:
-    """Multiply the parts of rows [T, K, G, D] along each head's directions by gains.
+def transform_rows(
+    rows: Tensor, factor: Tensor, offset: Tensor | None, directions: Tensor | None, added: Tensor | None
+) -> Tensor:
+    """Multiply rows [T, H, D] of KV heads, H / K of each in turn, by factors and add an offset; then add, for
+    the part along each direction, a multiple of a vector.
 
-    along: KeyTransform.of_keys or of_queries, in any dtype
-    Returns: [T, K, G, D], contiguous.
+    factor, offset:    [K, D], of the rows' dtype
+    directions, added: [K, R, D], of the rows' dtype: z becomes z + sum_r (z . directions_r) added_r
+
+    Returns: [T, H, D], a contiguous copy.
     """
-    tokens, heads, group, dim = rows.shape
-    rows = rows.transpose(0, 1).reshape(heads, tokens * group, dim)
-    directions, added = (part.to(rows.dtype) for part in along)
-    made = torch.baddbmm(rows, rows @ directions.transpose(1, 2), added)
-    return made.view(heads, tokens, group, dim).transpose(0, 1).contiguous()
+    rows = rows.unflatten(1, (len(factor), -1))
+    factor = factor[:, None]
+    rows = rows * factor if offset is None else torch.addcmul(offset[:, None], rows, factor)
+    if directions is not None:
+        assert added is not None
+        tokens, heads, group, dim = rows.shape
+        rows = rows.transpose(0, 1).reshape(heads, tokens * group, dim)
+        rows = torch.baddbmm(rows, rows @ directions.transpose(1, 2), added)
+        rows = rows.view(heads, tokens, group, dim).transpose(0, 1)
+    return rows.contiguous().flatten(1, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,28 +84,26 @@ class KeyTransform:
     gains: Tensor | None = None
 
     @cached_property
-    def inverse(self) -> Tensor:
-        return 1 / self.scale
+    def of_keys(self) -> RowMap:
+        """The map of keys to stored keys."""
+        return 1 / self.scale, -self.center / self.scale, self.directions, self._added(1)
 
     @cached_property
-    def offset(self) -> Tensor:
-        return -self.center / self.scale
+    def of_queries(self) -> RowMap:
+        """The map of queries to those that meet stored keys."""
+        return self.scale, None, self.directions, self._added(-1)
 
-    def stored(self, keys: Tensor, stretch: Stretch = stretched) -> Tensor:
-        """Return keys [T, K, D] as the cache holds them. stretch: a back-end's own `stretched`"""
-        stored = torch.addcmul(self.offset, keys, self.inverse)
-        return stored if self.directions is None else stretch(stored[:, :, None], self.of_keys)[:, :, 0]
+    def stored(self, keys: Tensor) -> Tensor:
+        """Return keys [T, K, D] as the cache holds them."""
+        return transform_rows(keys, *_in_dtype(self.of_keys, keys.dtype))
 
-    def queries(self, q: Tensor, stretch: Stretch = stretched) -> Tensor:
-        """Return the queries [T, K, G, D] of each KV head as they meet stored keys."""
-        scaled = q * self.scale[:, None]
-        return scaled if self.directions is None else stretch(scaled, self.of_queries)
-
-    def restored(self, stored: Tensor, stretch: Stretch = stretched) -> Tensor:
-        """Return the keys [K, T, D] that are stored as these, which may be overwritten."""
-        if self.directions is not None:  # a key back is multiplied as a query is
-            stored = stretch(stored.transpose(0, 1)[:, :, None], self.of_queries)[:, :, 0].transpose(0, 1)
-        return stored.mul_(self.scale[:, None]).add_(self.center[:, None])
+    def restored(self, stored: Tensor, transform: Callable[..., Tensor] = transform_rows) -> Tensor:
+        """Return the keys [K, T, D] that are stored as these. transform: a back-end's own transform_rows"""
+        scale, _, directions, added = self.of_queries
+        if directions is not None and added is not None:  # of keys that are scaled before, not after
+            directions, added = directions / scale[:, None], added * scale[:, None]
+        parts = _in_dtype((scale, None, directions, added), stored.dtype)
+        return transform(stored.transpose(0, 1), *parts).transpose(0, 1).add_(self.center[:, None])
 
     def rows(self, index: Tensor | slice) -> KeyTransform:
         """Return the transforms of some heads, in this order."""
@@ -122,19 +131,18 @@ class KeyTransform:
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         return self.scale, self.center, self.directions, self.gains
 
-    @cached_property
-    def of_keys(self) -> tuple[Tensor, Tensor]:
-        return self._along(1)
-
-    @cached_property
-    def of_queries(self) -> tuple[Tensor, Tensor]:
-        return self._along(-1)
-
-    def _along(self, power: int) -> tuple[Tensor, Tensor]:
-        """[K, R, D] each: the directions, and what a vector gets added for its parts along them."""
-        assert self.directions is not None
+    def _added(self, power: int) -> Tensor | None:
+        """[K, R, D]: what a vector gets added for its parts along the directions with gains of this power."""
+        if self.directions is None:
+            return None
         assert self.gains is not None
-        return self.directions, self.directions * (self.gains[..., None] ** power - 1)
+        return self.directions * (self.gains[..., None] ** power - 1)
+
+
+def _in_dtype(own: RowMap, dtype: torch.dtype) -> RowMap:
+    factor, *others = own
+    offset, directions, added = (None if part is None else part.to(dtype) for part in others)
+    return factor.to(dtype), offset, directions, added
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
@@ -163,7 +171,7 @@ def directions_of(
 
     keys, queries: [K, D, D] second moments of centred keys and of their queries, rotated
     """
-    k = _with_floor(keys * own.inverse[:, :, None] * own.inverse[:, None])
+    k = _with_floor(keys / own.scale[:, :, None] / own.scale[:, None])
     q = _with_floor(queries * own.scale[:, :, None] * own.scale[:, None])
     root, inverse = _power(k, 0.5), _power(k, -0.5)
     squares, vectors = torch.linalg.eigh(inverse @ _power(root @ q @ root, 0.5) @ inverse)

@@ -24,7 +24,7 @@ from kvreclaim.ops import scoring
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.ops.facts import ModelFacts
-from kvreclaim.ops.key_transform import KeyTransform, Stretch, stretched
+from kvreclaim.ops.key_transform import KeyTransform
 from kvreclaim.ops.kv_cache import LayerCache, PagedTokens
 from kvreclaim.ops.reference.scores import surrogate_scores
 from kvreclaim.ops.rope import RopeLayout
@@ -54,30 +54,44 @@ class TransformedKeys:
         detail: Callable[[], str] | None = getattr(self.backend, "describe", None)
         return f"{self.backend.NAME if detail is None else detail()}, keys centred and scaled"
 
-    @property
-    def _stretch(self) -> Stretch:
-        own: Stretch = getattr(self.backend, "stretched", stretched)
-        return own
-
     def write_kv(self, layer: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-        own = _transform(layer)
-        self.backend.write_kv(layer, own.stored(k, self._stretch), v, slot_mapping)
+        stored = self.backend.transform_rows(k, *_transform(layer).of_keys)
+        self.backend.write_kv(layer, stored, v, slot_mapping)
 
     def paged_attention(self, q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tensor:
-        found: Tensor = self.backend.paged_attention(_queries(q, layer, batch, self._stretch), layer, batch)
+        found: Tensor = self.backend.paged_attention(self._queries(q, layer, batch), layer, batch)
         return found
 
     def decode_attention(self, q: Tensor, layer: LayerCache, tables: Any) -> Tensor:
-        found: Tensor = self.backend.decode_attention(_queries(q, layer, None, self._stretch), layer, tables)
+        found: Tensor = self.backend.decode_attention(self._queries(q, layer, None), layer, tables)
         return found
 
     def column_sums(self, q: Tensor, layer: LayerCache, batch: AttentionBatch) -> Tensor:
-        found: Tensor = self.backend.column_sums(_queries(q, layer, batch, self._stretch), layer, batch)
+        found: Tensor = self.backend.column_sums(self._queries(q, layer, batch), layer, batch)
         return found
+
+    def _queries(self, q: Tensor, layer: LayerCache, batch: AttentionBatch | None) -> Tensor:
+        """q [T, H, D] as they meet the cache's keys; over cells each sequence is of one KV head, a layer's
+        heads in turn. batch: None if each sequence has one query"""
+        own, rows = _transform(layer), q
+        heads = len(own.scale)
+        if heads != layer.cache.num_kv_heads:
+            if batch is None or batch.arrays.max_query_len == 1:
+                rows = q.reshape(-1, heads * q.shape[1], q.shape[2])
+            else:
+                owners = np.repeat(np.arange(len(batch.query_lens)) % heads, batch.query_lens)
+                own, rows = own.rows(torch.from_numpy(owners).to(q.device)), q.reshape(1, -1, q.shape[2])
+        found: Tensor = self.backend.transform_rows(rows, *own.of_queries)
+        return found.view(q.shape)
 
     def gather_tokens(self, tokens: PagedTokens) -> tuple[Tensor, Tensor]:
         k, v = self.backend.gather_tokens(tokens)
-        return _restored(k, tokens, self._stretch), v
+        own, size = _transform(tokens.layer), tokens.cache.block_size
+        if tokens.heads is None:
+            return own.restored(k, self.backend.transform_rows), v
+        cells = torch.nn.functional.pad(k[0], (0, 0, 0, -tokens.num_tokens % size)).unflatten(0, (-1, size))
+        keys = own.rows(tokens.heads[: len(cells)]).restored(cells, self.backend.transform_rows)
+        return keys.flatten(0, 1)[None, : tokens.num_tokens], v
 
     def trig_norm_scores(
         self, tokens: PagedTokens, queries: Tensor, weights: Tensor | None, layout: RopeLayout
@@ -111,28 +125,3 @@ def _transform(layer: LayerCache) -> KeyTransform:
     found = layer.softmax.keys
     assert found is not None, f"layer {layer.index} has no transform of its keys"
     return found
-
-
-def _queries(q: Tensor, layer: LayerCache, batch: AttentionBatch | None, stretch: Stretch) -> Tensor:
-    """q [T, H, D] as they meet the cache's keys; over cells each sequence is of one KV head, a layer's heads
-    in turn. batch: None if each sequence has one query"""
-    own = _transform(layer)
-    heads = len(own.scale)
-    if heads == layer.cache.num_kv_heads:
-        return own.queries(q.unflatten(1, (heads, -1)), stretch).flatten(1, 2)
-    if batch is None or batch.arrays.max_query_len == 1:
-        return own.queries(q.unflatten(0, (-1, heads)), stretch).flatten(0, 1)
-    owners = np.repeat(np.arange(len(batch.query_lens)) % heads, batch.query_lens)
-    rows = own.rows(torch.from_numpy(owners).to(q.device))
-    return rows.queries(q[None], stretch)[0]
-
-
-def _restored(stored: Tensor, tokens: PagedTokens, stretch: Stretch) -> Tensor:
-    """[K, T, D]"""
-    own = _transform(tokens.layer)
-    if tokens.heads is None:
-        return own.restored(stored, stretch)
-    size = tokens.cache.block_size
-    cells = torch.nn.functional.pad(stored[0], (0, 0, 0, -tokens.num_tokens % size)).unflatten(0, (-1, size))
-    keys = own.rows(tokens.heads[: len(cells)]).restored(cells, stretch)
-    return keys.flatten(0, 1)[None, : tokens.num_tokens]

@@ -19,6 +19,8 @@ def refuse(features: Mapping[Feature, object]) -> None:
     """Raise InvalidArgumentError for the first row of the table with all features on. None and False:
     the feature is off; other values stand in the message."""
     on = {each: value for each, value in features.items() if value is not None and value is not False}
+    if len(on) < 2:
+        return
     for row in TABLE:
         if on.keys() >= set(row.features):
             names = {feature.name.lower(): value for feature, value in on.items()}

@@ -6,7 +6,8 @@ from enum import Enum, StrEnum, auto
 
 
 class Kind(Enum):
-    """What a feature belongs to. Only rows name a STATE: a variant of a feature, an option or a lack."""
+    """What a feature belongs to. Only rows name a STATE: a variant of a feature, an option or a lack. A FIELD
+    is one of an HTTP body, which the server refuses."""
 
     REQUEST = auto()
     POLICY = auto()
@@ -15,6 +16,7 @@ class Kind(Enum):
     SESSION = auto()
     MODEL = auto()
     STATE = auto()
+    FIELD = auto()
 
 
 class Feature(StrEnum):
@@ -46,11 +48,21 @@ class Feature(StrEnum):
     PRIORITY = "priority"
     STOP_STRINGS = "stop strings"
     BAD_WORDS = "bad_words"
+    STRUCTURED_OUTPUTS = "structured outputs"
     THINKING_BUDGET = "thinking_token_budget"
     UNKNOWN_REASONING = "an unknown format of reasoning"
     DROP_AT = "drop_at"
     NO_EVICTION = "a compression that evicts nothing"
     NO_DROPS = "no drop_spans"
+    SAMPLING = "fields of sampling", Kind.FIELD
+    FORCED_CALLS = "a forced call", Kind.FIELD
+    CONTINUED = "a continued message in the format harmony", Kind.FIELD
+    NO_REASONING = "an answer without reasoning"
+    LOSSY_DROP = "kv_drop lossy", Kind.FIELD
+    ECHO = "echo", Kind.FIELD
+    STREAM = "stream", Kind.FIELD
+    TRUNCATION = "truncation auto", Kind.FIELD
+    RETENTION = "a retention"
     MODE = "mode"
     MAX_LOSS = "max_loss"
     POLICY_OPTIONS = "options of a policy"
@@ -101,3 +113,4 @@ class Feature(StrEnum):
     ALL_WINDOWS = "sliding windows in all layers"
     UNKNOWN_ROTATION = "an unknown rotary embedding"
     NO_TOKENIZER = "no tokenizer"
+    NO_END = "no end-of-sequence token"

@@ -231,14 +231,41 @@ GROUPS: Mapping[Group, Texts] = {
     Group("bad_words"): {
         (F.BAD_WORDS, F.NO_TOKENIZER): "bad_words need a tokenizer, and this model has none; leave them out",
     },
+    Group("structured_outputs", "structured_outputs ", (F.STRUCTURED_OUTPUTS,)): {
+        F.NO_END: "needs an end-of-sequence token, and this model has none; leave it out",
+        F.NO_TOKENIZER: "cannot be followed with this model's tokenizer, or without one; leave it out",
+        F.BEAM_SEARCH: "cannot be combined with use_beam_search, which follows no grammar; leave one out",
+        F.FORCED_CALLS: "does not go with a tool_choice that forces a call; leave one out",
+        F.CONTINUED: "does not go with a message that is continued; leave one out",
+    },
+    Group("sampling", "sampling does not go with ", (F.SAMPLING,)): {
+        F.BEAM_SEARCH: "use_beam_search, which draws no tokens; leave one out",
+    },
+    Group("kv_drop", "kv_drop is 'lossy', but ", (F.LOSSY_DROP,)): {
+        F.CHUNK_REUSE: "documents are given, which are reused out of place; write 'exact', or leave one of "
+        "them out",
+    },
+    Group("echo", features=(F.ECHO,)): {
+        F.CHUNK_REUSE: "echo repeats a prompt, and documents are more than that; leave one out",
+    },
+    Group("truncation", features=(F.TRUNCATION,)): {
+        F.CHUNK_REUSE: "truncation is 'auto', which does not go with documents; leave one out",
+    },
+    Group("retention", "retention is set, but ", (F.RETENTION,)): {
+        F.NO_PREFIX_CACHE: "prefix caching is off here, so nothing is kept; leave it out",
+    },
     Group("thinking_token_budget"): {
         (F.THINKING_BUDGET, F.UNKNOWN_REASONING): "thinking_token_budget is set, but nothing says how this "
         "model writes its reasoning (its chat template shows none, or no reasoning parser is on); leave it "
         "out",
+        (F.THINKING_BUDGET, F.NO_REASONING): "thinking_token_budget does not go with {no_reasoning}; leave "
+        "one out",
     },
     Group("prompt_logprobs"): {
         (F.SCORING, F.PROMPT_LOGPROBS): "prompt_logprobs is given, and LLM.score scores only the "
         "continuation; leave it out, or move all prompt tokens but the first into the continuation",
+        (F.STREAM, F.PROMPT_LOGPROBS): "prompt_logprobs are not streamed; leave out stream or "
+        "prompt_logprobs",
     },
     Group("compression", "policy ", (F.VLLM,), "inside vLLM use {vllm}"): {
         F.WHOLE_BLOCKS: "{whole_blocks!r} evicts whole blocks, and the scheduler cannot know which",

@@ -1,4 +1,4 @@
-"""The scheduler: plans sequences, passes and blocks. Integers only; the clock is passed in."""
+"""The scheduler: plans sequences, passes and blocks. No tensors."""
 
 from kvreclaim.schedule.budget.account import EvictionCounters
 from kvreclaim.schedule.budget.compaction import Pass

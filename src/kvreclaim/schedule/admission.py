@@ -1,5 +1,5 @@
-"""Admission: chooses the waiting sequence to start, its cached blocks, and the slots that must be free
-before."""
+"""Admission: chooses the next waiting sequence, its cached blocks and the slots that it needs; and what a
+step leaves to the next."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ class Scheduler(Generic[Seq]):
         self._continue_all(sorted(prompts, key=lambda seq: tokens.pending[seq.tenant]), step)
         self._make_room_for_passes(step)
 
-    def done(self, plan: StepPlan, done: StepDone) -> list[tuple[int, Exception]]:
+    def update_from_output(self, plan: StepPlan, done: StepDone) -> list[tuple[int, Exception]]:
         """Record the results of a plan: lengths advance, and exact blocks become hittable.
 
         Call once for each plan. Returns: sequences with invalid results and the errors; their requests end.
@@ -213,7 +213,7 @@ class Scheduler(Generic[Seq]):
         for row in plan.rows:
             if row.seq_id in computed and (seq := self._known.get(row.seq_id)) is not None:
                 try:
-                    num_tokens = done.stand.get(row.seq_id, row.num_tokens)
+                    num_tokens = done.num_accepted.get(row.seq_id, row.num_tokens)
                     self.memory.commit(seq.seq_id, num_tokens, exact=row.exact)
                     seq.num_computed += num_tokens
                     if seq.draft_ids:

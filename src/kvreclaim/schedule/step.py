@@ -85,9 +85,9 @@ class StepDone:
 
     computed: ids of the sequences with computed tokens and finite logits, in order
     tokens:   sampled tokens that the scheduler is to append
-    stand:    of rows with drafts, the length of the sequence after acceptance; all other tokens are accepted
+    num_accepted: tokens of a row that count, by seq_id; all of them where it has no entry
     """
 
     computed: tuple[int, ...]
     tokens: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    stand: Mapping[int, int] = field(default_factory=dict)
+    num_accepted: Mapping[int, int] = field(default_factory=dict)

@@ -270,7 +270,7 @@ class Replica:
         assert plan is not None, f"replica {self.number} computes nothing"
         self.num_steps += 1
         rows = [(self.sequences[row.seq_id], row.num_tokens) for row in plan.rows]
-        failed = self.scheduler.done(plan, StepDone(tuple(row.seq_id for row in plan.rows)))
+        failed = self.scheduler.update_from_output(plan, StepDone(tuple(row.seq_id for row in plan.rows)))
         if failed:
             raise failed[0][1]
         self.blocks_moved += len(self.memory.offload.pop_stores())

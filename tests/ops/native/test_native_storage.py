@@ -300,22 +300,60 @@ def test_walk(on_isa, isa: str, name: str) -> None:
             walk.check()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 2, 7, 64), (5, 3, 1, 80), (70, 2, 4, 128), (1, 9, 3, 20)])
+TRANSFORMED = [(1, 2, 7, 64), (5, 3, 1, 80), (70, 2, 4, 128), (3, 1, 2, 96), (2, 2, 2, 256), (9, 5, 3, 24)]
+"""T, K, G, D. (70, 2, 4, 128) are several items of the loop over tokens."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tokens", "heads", "group", "dim"), TRANSFORMED)
 @pytest.mark.parametrize("isa", BEST)
-def test_stretched_as_torch_does(on_isa, isa, shape, dtype) -> None:
+def test_transform_rows_as_torch_does(on_isa, threads, isa, tokens, heads, group, dim, dtype) -> None:
+    """In double, then rounded once. Centres of a hundred times the keys; any strides; rows on their own."""
     on_isa(isa)
-    _, heads, _, dim = shape
-    rows, *along = (
-        torch.randn(size, generator=torch.manual_seed(n))
-        for n, size in enumerate((shape, (heads, 4, dim), (heads, 4, dim)))
-    )
-    rows, along = rows.to(dtype), tuple(part.div(dim**0.5).to(dtype) for part in along)
-    found = native.stretched(rows, along)
-    assert (found.dtype, found.is_contiguous()) == (dtype, True)
-    want = key_transform.stretched(rows.double(), along)
-    torch.testing.assert_close(
-        found.double(), want, rtol=2**-8 if dtype is torch.bfloat16 else 1e-5, atol=1e-5
-    )
-    swapped = rows.transpose(0, 2).contiguous().transpose(0, 2)
-    assert torch.equal(native.stretched(swapped, along), found)
+
+    def random(seed: int, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+    rows = random(0, tokens, heads * group, dim).to(dtype)
+    factor = random(1, heads, dim).round().exp2().to(dtype)
+    offset = random(2, heads, dim).mul(100).to(dtype)
+    for count in (None, 0, 1, 4, 6):
+        along = [
+            None if count is None else random(n, heads, count, dim).div(dim**0.5).to(dtype) for n in (3, 4)
+        ]
+        for maps in ((factor, offset, *along), (factor, None, *along)):
+            found = native.transform_rows(rows, *maps)
+            assert (found.dtype, found.is_contiguous()) == (dtype, True)
+            exact = key_transform.transform_rows(
+                rows.double(), *(None if part is None else part.double() for part in maps)
+            )
+            sizes = 100.0 if maps[1] is not None else 1.0
+            torch.testing.assert_close(
+                found.double(), exact, rtol=torch.finfo(dtype).eps / 2 + 1e-6, atol=1e-5 * sizes
+            )
+            for strided in (
+                rows.transpose(0, 1).contiguous().transpose(0, 1),
+                rows.transpose(0, 2).contiguous().transpose(0, 2),
+                torch.nn.functional.pad(rows, (8, 8))[..., 8:-8],
+            ):
+                assert torch.equal(native.transform_rows(strided, *maps), found)
+            assert torch.equal(native.transform_rows(rows[-1:], *maps), found[-1:])
+            wide = [None if part is None else part.float() for part in maps]
+            assert torch.equal(native.transform_rows(rows, *wide), found)
+
+
+def test_transform_rows_refuses_what_does_not_fit() -> None:
+    rows, factor, along = torch.zeros(3, 4, 16), torch.ones(2, 16), torch.zeros(2, 4, 16)
+    for bad in (
+        (rows, torch.ones(3, 16), None, None, None),
+        (rows, factor[:, :8], None, None, None),
+        (rows, factor, torch.ones(1, 16), None, None),
+        (rows, factor, factor.double(), None, None),
+        (rows, factor, None, along, None),
+        (rows, factor, None, along, along[:, :3]),
+        (rows, factor, None, along.transpose(0, 1), along.transpose(0, 1)),
+        (rows[..., :12], factor[:, :12].contiguous(), None, None, None),
+        (rows[0], factor, None, None, None),
+    ):
+        with pytest.raises((ValueError, TypeError)):
+            native.transform_rows(*bad)

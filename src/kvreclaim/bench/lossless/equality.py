@@ -16,9 +16,9 @@ from kvreclaim import demo_model
 from kvreclaim.bench.common import Row, sheet
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.api.llm import LLM
+from kvreclaim.engine.features.verification import companion_drafts as drafting
 from kvreclaim.engine.request.outputs import RequestOutput
 from kvreclaim.engine.request.spec import footprint_of
-from kvreclaim.engine.speculative import companion_drafts as drafting
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.schedule import EvictionCounters, Footprint

@@ -20,6 +20,7 @@ from kvreclaim.bench.plans import DEMO, LosslessPlan
 from kvreclaim.bench.systems.base import random_prompts
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.api.llm import LLM
+from kvreclaim.engine.features.verification.feature import Verification
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.model.overrides import yarn
 from kvreclaim.sampling_params import SamplingParams
@@ -60,7 +61,8 @@ def draw(
     seen = sum(request.sequences[0].num_generated for request in requests)
     totals, blocks = engine.totals.speculation, 0
     before = totals.num_drafts, totals.num_draft_tokens, totals.num_accepted_tokens
-    moved, pool = engine.totals.streamed_bytes, engine.verifier.companions.memory.pool
+    moved = engine.totals.streamed_bytes
+    pool = engine.feature(Verification).verifier.companions.memory.pool
     started = perf_counter()
     while engine.has_unfinished:
         engine.step()

@@ -15,7 +15,7 @@ from kvreclaim.compression.wrapping import Uneven, fill, top_counts
 from kvreclaim.options import option
 
 _LEAST_SHARE = 1e-6
-"""Share of a head that has never needed anything: places that nobody else can use go to such heads, too."""
+"""Share of a head that has never needed anything: places that no other head can use go to such heads, too."""
 
 
 @dataclass(frozen=True)

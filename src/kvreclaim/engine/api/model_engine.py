@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -41,7 +40,6 @@ from kvreclaim.model.loader import LoadedModel, Tokenizer
 from kvreclaim.ops.moving import on_device
 from kvreclaim.refusals.max_loss import refuse_tail, refuse_unmeasured
 from kvreclaim.sampling_params import SamplingParams
-from kvreclaim.structured_outputs import StructuredOutputsParams
 
 OF_THE_WEIGHTS = ("quantized_activations", "hf_overrides", "cache_packed_weights", "threads")
 """Engine options that are fixed when a model is loaded."""
@@ -115,7 +113,6 @@ class ModelEngine:
             self.engine.groups.facts, stats_file, backend, kv_format, self.engine.config
         )
         self._ids = itertools.count()
-        self._making_grammars = threading.Lock()
         self.compression = None if compression is None else self.resolved(compression)
         own = None if self.compression is None else self.compressor(self.compression)
         self.engine.bound(own, config.max_model_len)
@@ -250,15 +247,6 @@ class ModelEngine:
         """A compressor for this model; reads the model's statistics if the config names none."""
         check_type("compression", config, CompressionConfig)
         return self.compressors.of(config)
-
-    def make_grammar(self, params: StructuredOutputsParams) -> None:
-        """Make a grammar that requests will need, if there is none; from any thread, so that no step waits.
-
-        Raises: InvalidArgumentError.
-        """
-        with self._making_grammars:  # the first one reads the vocabulary
-            grammars = self.engine.grammars
-        grammars.matcher(params)
 
     # State of the engine.
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from tqdm import tqdm
 
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.config import EngineConfig
+from kvreclaim.engine.request.request import Request
+from kvreclaim.engine.step.engine import Engine
 from kvreclaim.errors import KVReclaimError
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from kvreclaim.engine.api.model_engine import ModelEngine
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +32,18 @@ SHORT = 24
 """Prompt tokens of a request that joins while the other's prompt is computed."""
 
 
+class PromptEngine(Protocol):
+    """A ModelEngine, which may not be imported here."""
+
+    engine: Engine
+
+    def add_prompt(self, prompt: Any, sampling_params: Any, compression: Any = None, /) -> Request: ...
+
+    def close(self) -> None: ...
+
+
 def warm_up(
-    make: Callable[[EngineConfig], ModelEngine],
+    make: Callable[[EngineConfig], PromptEngine],
     config: EngineConfig,
     compression: CompressionConfig | None,
     loaded: LoadedModel,

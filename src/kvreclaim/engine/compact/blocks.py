@@ -1,4 +1,4 @@
-"""BLOCKS: whole blocks go, the same in all layers and heads; what stays is not moved."""
+"""BLOCKS: whole blocks are evicted, the same in all layers and heads; the other tokens are not moved."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class ColdPool:
 
     def share(self, rows: Tensor) -> None:
         """Add one reference to each row; no row twice."""
-        assert bool((self._refs[rows] > 0).all()), "a row that nobody holds is shared"
+        assert bool((self._refs[rows] > 0).all()), "a row without references is shared"
         self._refs[rows] += 1
 
     def give_back(self, rows: Tensor) -> None:
@@ -60,5 +60,5 @@ class ColdPool:
         found = torch.zeros_like(self._refs)
         for rows in holders:
             found.index_add_(0, rows, torch.ones(len(rows), dtype=torch.int32))
-        assert torch.equal(found, self._refs), "references to cold pages that nobody holds, or none to held"
+        assert torch.equal(found, self._refs), "cold pages' references differ from their holders"
         assert int((found > 0).sum()) == self.num_rows - self.num_free, "free rows are counted wrong"

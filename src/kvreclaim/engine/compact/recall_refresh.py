@@ -37,7 +37,7 @@ class RecallExtension(Extension):
     @torch.inference_mode()
     def choose(self, seq: Sequence) -> None:
         """Recall the best pages for the last queries, in all layers."""
-        assert seq.footprint.recall is not None, "asked of recall alone"
+        assert seq.footprint.recall is not None, "the request has no recall"
         window = seq.footprint.recall.every
         blocks, num_slots = self._table(seq)
         for layer in range(self.recalls.cache.num_layers):

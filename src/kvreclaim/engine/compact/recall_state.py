@@ -28,7 +28,7 @@ class PageTable:
     positions: [L, K, P, S] int32 on the host, logical positions of their tokens
     digests:   of [L, K, P] pages, on the device
     benefit:   [L, K, P] fp32 on the device, as last computed
-    tries:     [L, K, P] int32 on the device: passes at which the page was recalled and won nothing
+    tries:     [L, K, P] int32 on the device: recalls of the page after which the pass kept none of its tokens
     hot:       [L, K, R] int64 on the device: the page in each recall block
     waiting:   None where no token waits
     dropped:   pages per head that were dropped for lack of cold memory

@@ -106,7 +106,7 @@ class Recalls:
         moment: slots in use or, at a pass, where statistics may know of queries to come, the logical length
         """
         recall, facts = compressor.recall, self.facts.layers[layer]
-        assert recall is not None, "asked of recall alone"
+        assert recall is not None, "the request has no recall"
         digests, scale = table.digests[layer], facts.softmax.scale
         if recall.source == "random":
             draw = torch.Generator().manual_seed(layer + 65_537 * moment)
@@ -137,7 +137,7 @@ class Recalls:
         Returns: [K, R] bool, blocks that hold another page now; None if none does.
         """
         table, recall = self.tables[seq_id], compressor.recall
-        assert recall is not None, "asked of recall alone"
+        assert recall is not None, "the request has no recall"
         tokens = PagedTokens(self.cache.layers[layer], blocks, num_slots)
         live = self.backend.gather_tokens(tokens)[0]
         back, size = self.slots(compressor), self.cache.block_size
@@ -156,7 +156,7 @@ class Recalls:
 
     def slots(self, compressor: Compressor) -> slice:
         """Slots of recalled tokens in a sequence's table."""
-        assert compressor.recall is not None, "asked of recall alone"
+        assert compressor.recall is not None, "the request has no recall"
         count = compressor.recall.slots(self.cache.block_size)
         return slice(compressor.budget - count, compressor.budget)
 

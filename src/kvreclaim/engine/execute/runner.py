@@ -241,12 +241,12 @@ class ModelRunner:
         logits: Tensor = output.logits[0]
         return logits
 
-    def record(self, stand: Mapping[int, int]) -> None:
-        """Record the signals of accepted drafts only. stand: accepted tokens by seq_id"""
+    def record(self, num_accepted: Mapping[int, int]) -> None:
+        """Record the signals of accepted drafts only. num_accepted: accepted tokens by seq_id"""
         for late in self._late:
-            late.record(stand)
+            late.record(num_accepted)
         self._late.clear()
-        for seq_id in stand:
+        for seq_id in num_accepted:
             self.signals.digests.cut(seq_id, self.memory.table(seq_id).physical_len // self.cache.block_size)
 
     def _inputs(self, step: list[Scheduled], runs: list[Scheduled]) -> _Inputs:

@@ -59,15 +59,10 @@ class Lifecycle:
         footprint: Footprint,
         *,
         queued: bool = True,
-        max_prefix_hit: int | None = None,
     ) -> None:
-        """Take the request in, with its first sequence.
-
-        queued:   at once, or when `queue` is called
-        max_prefix_hit: leading tokens that a prefix hit may cover; None: any number
-        """
+        """Take the request in, with its first sequence. queued: at once, or when `queue` is called"""
         seq = self.new_sequence(request, 0, token_ids, footprint)
-        seq.seats, seq.max_prefix_hit = request.num_seats, max_prefix_hit
+        seq.seats = request.num_seats
         if request.lacks_prompt_logprobs:
             seq.max_prefix_hit = 0
         elif request.scores is not None:
@@ -278,7 +273,7 @@ class Lifecycle:
             generator=generator,
             detokenizer=detokenizer,
             gang=request.beams is not None,
-            matcher=None if request.grammar is None else request.grammar.deep_copy(),
+            rule=request.rule,
             reader=None if request.beams is not None else request.reader,
         )
         self.sequences[seq_id] = seq

@@ -140,7 +140,7 @@ class SnapshotStore(Extension):
             window_cache={},
             generator=None,
             detokenizer=None,
-            matcher=None,
+            rule=None,
             logprobs=[],
         )
         if self.scheduler.snapshots.keep(parent, seq):

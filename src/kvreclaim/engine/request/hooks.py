@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from kvreclaim.engine.request.outputs import RequestMetrics
+from kvreclaim.engine.sampling.rule import OutputRule
 
 
 class TokenReader(Protocol):
@@ -31,6 +32,8 @@ class FeatureHooks(Protocol):
     def begin(self, seq: Any) -> None: ...
 
     def reader(self, request: Any) -> TokenReader | None: ...
+
+    def rule(self, request: Any) -> OutputRule | None: ...
 
     def before_pass(self, seq: Any) -> None: ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,14 +29,12 @@ from kvreclaim.engine.request.verify import Verify
 from kvreclaim.engine.sampling.beam_search import BeamSearch, Hypothesis
 from kvreclaim.engine.sampling.detokenizer import Detokenizer
 from kvreclaim.engine.sampling.logprobs import Logprob, PromptLogprobs
+from kvreclaim.engine.sampling.rule import OutputRule
 from kvreclaim.engine.sampling.sampler import SampleRow, completing
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.block_table import BlockTable
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.schedule.budget.account import EvictionCounters
-
-if TYPE_CHECKING:
-    from kvreclaim.engine.sampling.grammar import Matcher
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -48,8 +46,7 @@ class Sequence(schedule.ScheduledSequence):
     cell_cache: (version, cells of each head), where heads have their own tables
     window_cache: of each window (version, block ids of each group of layers)
     hypothesis: the result of a beam search that it shows, if any
-    matcher:    its state in the request's grammar
-    reader:     a feature's view of its text so far
+    rule, reader: of features: a restriction of its tokens, a view of its text so far
     """
 
     token_ids: list[int]
@@ -67,7 +64,7 @@ class Sequence(schedule.ScheduledSequence):
     cell_cache: tuple[int, np.ndarray] | None = None
     window_cache: dict[int, tuple[int, tuple[np.ndarray, ...]]] = field(default_factory=dict)
     hypothesis: Hypothesis | None = None
-    matcher: Matcher | None = None
+    rule: OutputRule | None = None
     reader: TokenReader | None = None
 
     @property
@@ -114,7 +111,7 @@ class Sequence(schedule.ScheduledSequence):
     def takes_argmax(self) -> bool:
         """Whether the next token is the argmax of its row of logits, whatever that is."""
         request = self.request
-        if not request.takes_argmax or self.matcher is not None or self.reader is not None:
+        if not request.takes_argmax or self.rule is not None or self.reader is not None:
             return False
         return len(self.token_ids) - self.num_prompt >= request.spec.params.min_tokens
 
@@ -130,7 +127,7 @@ class Sequence(schedule.ScheduledSequence):
             forbidden += completing(words, generated)
         forced = None if self.reader is None else self.reader.forced
         return SampleRow(
-            params, self.request.prompt_token_ids, generated, forbidden, self.generator, self.matcher, forced
+            params, self.request.prompt_token_ids, generated, forbidden, self.generator, self.rule, forced
         )
 
     def output(self) -> CompletionOutput:
@@ -241,10 +238,9 @@ class Request:
     prompt_done: whether the whole prompt has been computed, maybe before a preemption
     features:  of the request, in their order; state: their per-request state, by type
     before_passes: features that act before passes
-    beams, sparse_prefill, reuse: of the state; None: no beam search, full attention, no chunks
-    verify:    None unless a compressed cache drafts for it; compressor is None then
+    beams, sparse_prefill, reuse, verify: of the state; None: no beam search, full attention, no chunks, no
+               compressed cache that drafts (then compressor is None)
     bad_words: token ids of each of its params' bad_words
-    grammar:   of its structured outputs, at the beginning of each
     refusal:   the invalid argument that ended the request; error holds its message
     parent:    the request that needs its result; None: a caller's. children: requests that it waits for
     is_plain:  full attention over all its tokens, without compression or reuse
@@ -266,20 +262,19 @@ class Request:
     features: tuple[FeatureHooks, ...] = ()
     before_passes: tuple[FeatureHooks, ...] = ()
     state: Mapping[type, Any] = field(default_factory=dict)
-    verify: Verify | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
-    grammar: Matcher | None = None
     parent: Request | None = None
     children: list[Request] = field(default_factory=list)
     beams: Beams | None = field(init=False)
     sparse_prefill: SparsePrefill | None = field(init=False)
     reuse: Reuse | None = field(init=False)
+    verify: Verify | None = field(init=False)
     is_plain: bool = field(init=False)
     takes_argmax: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.beams, self.reuse = self.state.get(Beams), self.state.get(Reuse)
-        self.sparse_prefill = self.state.get(SparsePrefill)
+        self.sparse_prefill, self.verify = self.state.get(SparsePrefill), self.state.get(Verify)
         special = (self.compressor, self.verify, self.sparse_prefill, self.reuse)
         self.is_plain = all(each is None for each in special)
         self.takes_argmax = not self.bad_words and SampleRow(self.params, [], [0], (), None).takes(0)
@@ -288,6 +283,11 @@ class Request:
     def reader(self) -> TokenReader | None:
         """A reader for a new output; None if no feature follows outputs."""
         return next((reader for feature in self.features if (reader := feature.reader(self))), None)
+
+    @property
+    def rule(self) -> OutputRule | None:
+        """A rule for a new output; None if no feature restricts outputs."""
+        return next((rule for feature in self.features if (rule := feature.rule(self))), None)
 
     @property
     def request_id(self) -> str:

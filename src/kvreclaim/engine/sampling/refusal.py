@@ -8,13 +8,13 @@ from kvreclaim.sampling_params import SamplingParams
 GRAMMAR = "the grammar of the answer (structured_outputs, response_format or calls)"
 
 
-def conflict(params: SamplingParams, *, is_early: bool, is_structured: bool) -> InvalidArgumentError:
+def conflict(params: SamplingParams, *, is_early: bool) -> InvalidArgumentError:
     """Return the refusal of options that leave no token. is_early: min_tokens still bars tokens"""
     options = {
         "allowed_token_ids": params.allowed_token_ids is not None,
         "bad_words": bool(params.bad_words),
         "min_tokens": is_early,
-        "structured_outputs": is_structured,
+        "structured_outputs": params.structured_outputs is not None,
     }
     names = [name for name, is_set in options.items() if is_set]
     text = " and ".join(GRAMMAR if name == "structured_outputs" else name for name in names)

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,13 +21,12 @@ from torch.nn import functional
 
 from kvreclaim.engine.sampling.logprobs import Logprob, report
 from kvreclaim.engine.sampling.refusal import conflict
+from kvreclaim.engine.sampling.rule import OutputRule
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.moving import move
 from kvreclaim.ops.native import torch_alone
 from kvreclaim.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from kvreclaim.engine.sampling.grammar import Matcher
 SIZES = 256, 4096
 """Numbers of likeliest tokens that are tried before the whole vocabulary is sorted."""
 
@@ -39,7 +38,7 @@ class SampleRow:
     prompt, generated: token ids so far, for penalties
     forbidden:         token ids that may not come now (end tokens before min_tokens, ends of bad words)
     generator:         the output's own source of randomness, on the CPU: batching changes nothing
-    matcher:           where the output stands in its grammar
+    rule:              restricts the output's tokens
     forced:            the only token that may come now, whatever the other options are
     """
 
@@ -48,7 +47,7 @@ class SampleRow:
     generated: list[int]
     forbidden: tuple[int, ...]
     generator: torch.Generator | None
-    matcher: Matcher | None = None
+    rule: OutputRule | None = None
     forced: int | None = None
 
     def takes(self, best: int) -> bool:
@@ -60,7 +59,7 @@ class SampleRow:
     def conflict(self) -> InvalidArgumentError:
         """Return the refusal of a request that bars every token."""
         is_early = len(self.generated) < self.params.min_tokens and bool(self.forbidden)
-        return conflict(self.params, is_early=is_early, is_structured=self.matcher is not None)
+        return conflict(self.params, is_early=is_early)
 
     @property
     def is_restricted(self) -> bool:
@@ -160,19 +159,20 @@ class Allowed(LogitsProcessor):
         logits[index] = kept
 
 
-class Structured(LogitsProcessor):
-    """Only tokens come that the output's grammar goes on with."""
+class Ruled(LogitsProcessor):
+    """Only tokens come that the output's rule allows."""
 
     def applies(self, row: SampleRow) -> bool:
-        return row.matcher is not None
+        return row.rule is not None
 
     def spares(self, row: SampleRow, best: int) -> bool:
-        return row.matcher is None or row.matcher.validate_tokens([best]) == 1
+        return row.rule is None or row.rule.allows(best)
 
     def apply(self, logits: Tensor, places: list[int], rows: Sequence[SampleRow]) -> None:
-        from kvreclaim.engine.sampling.grammar import restrict
-
-        restrict(logits, places, [row.matcher for row in rows if row.matcher is not None])
+        rules = [(place, row.rule) for place, row in zip(places, rows, strict=True) if row.rule is not None]
+        for kind in dict.fromkeys(type(rule) for _, rule in rules):
+            own = [each for each in rules if type(each[1]) is kind]
+            kind.restrict(logits, [place for place, _ in own], [rule for _, rule in own])
 
 
 class ThinkingEnd(LogitsProcessor):
@@ -187,19 +187,7 @@ class ThinkingEnd(LogitsProcessor):
         logits[index] = 0.0
 
 
-def follow(matcher: Matcher, token: int) -> bool:
-    """Take the next token into account. Returns: whether the output is complete.
-
-    Raises: InvalidArgumentError for a grammar that cannot be followed any further.
-    """
-    if not matcher.consume_token(token):
-        from kvreclaim.engine.sampling.grammar import broken
-
-        raise broken(matcher)
-    return bool(matcher.is_stopped())
-
-
-RESTRICTIONS: tuple[LogitsProcessor, ...] = (Forbidden(), Allowed(), Structured(), ThinkingEnd())
+RESTRICTIONS: tuple[LogitsProcessor, ...] = (Forbidden(), Allowed(), Ruled(), ThinkingEnd())
 PROCESSORS: tuple[LogitsProcessor, ...] = (LogitBias(), RepetitionPenalty(), CountPenalties(), *RESTRICTIONS)
 """In the order in which they change logits. vLLM restricts first, which comes to the same."""
 

@@ -297,9 +297,9 @@ class AsyncEngine(EngineClient):
     async def _add(self, news: Sequence[RequestSpec]) -> None:
         news = [await self._promised(new) for new in news]
         compressors = [await self._compressor(new.compression) for new in news]
-        for grammar in (new.params.structured_outputs for new in news):
-            if grammar is not None:
-                await asyncio.to_thread(self.llm.make_grammar, grammar)
+        for new in news:
+            for prepare in self.llm.engine.factory.preparations(new):
+                await asyncio.to_thread(prepare)
         await self.call(lambda host: host.add_all(news, compressors))
 
     async def _promised(self, new: RequestSpec) -> RequestSpec:

@@ -133,19 +133,19 @@ class EngineCoreProc:
                 self._answer(ticket, lambda: function(self._host), allow_dead=allow_dead)
 
     def _add(self, message: Add) -> None:
-        """Queue requests at once if their compressors are known and they need no grammars. For others a
-        thread makes these, so that no step waits."""
+        """Queue requests at once if their compressors are known and no feature prepares them. For others
+        a thread does this, so that no step waits."""
         llm = self._host.llm
         try:
             message = replace(message, news=[llm.promised(new) for new in message.news])
         except KVReclaimError as error:
             self._queue(message, error)
             return
-        grammars = [new.params.structured_outputs for new in message.news if new.params.structured_outputs]
+        preparations = [each for new in message.news for each in llm.engine.factory.preparations(new)]
         configs = [new.compression for new in message.news]
         known = [None if config is None else llm.compressors.kept(config) for config in configs]
         ready = all(k is not None or config is None for k, config in zip(known, configs, strict=True))
-        if ready and not grammars:
+        if ready and not preparations:
             self._queue(message, known)
             return
 
@@ -153,8 +153,8 @@ class EngineCoreProc:
 
         def make() -> None:
             try:
-                for grammar in grammars:
-                    llm.make_grammar(grammar)
+                for prepare in preparations:
+                    prepare()
                 made = [None if config is None else llm.compressor(config) for config in configs]
             except Exception as error:
                 refusal = error

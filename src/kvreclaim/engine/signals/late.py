@@ -47,11 +47,11 @@ class LateSignals:
         self._seen.update(zip(range(len(self.cache.layers))[layers], rows, strict=True))
 
     @torch.inference_mode()
-    def record(self, stand: Mapping[int, int]) -> None:
-        """stand: of each sequence that goes on, so many leading rows."""
+    def record(self, num_accepted: Mapping[int, int]) -> None:
+        """num_accepted: of each sequence that goes on, so many leading rows."""
         counts = [len(item.rows) for item in self.items]
         starts = np.cumsum([0, *counts[:-1]]).tolist()
-        stands = [stand.get(item.seq_id, 0) for item in self.items]
+        stands = [num_accepted.get(item.seq_id, 0) for item in self.items]
         kept = list(zip(self.items, starts, stands, strict=True))
         for item, start, count in kept:
             if item.queries is not None and count:

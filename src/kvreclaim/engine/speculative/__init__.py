@@ -1,1 +1,1 @@
-"""Drafts from the text, from a smaller model or from a compressed cache, verified in one forward pass."""
+"""Drafts from the text or from a smaller model, verified in one forward pass."""

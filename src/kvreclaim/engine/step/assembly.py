@@ -10,8 +10,6 @@ from torch import Tensor
 from kvreclaim.compression.config import StatsSource
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.config import EngineConfig
-from kvreclaim.engine.compact.pass_context import PassContext
-from kvreclaim.engine.compact.passes import CompressionPass
 from kvreclaim.engine.compact.recalls import STAGING_BLOCKS, Recalls
 from kvreclaim.engine.execute.graphs import decode_graphs
 from kvreclaim.engine.execute.recurrent import RecurrentStates
@@ -287,23 +285,6 @@ def make_recalls(
     assert config.num_blocks is not None, "the engine's limits are set"
     max_bytes = int(config.kv_recall_size * 2**30)
     return Recalls(cache, backend, groups.facts, config.num_blocks, max_bytes, totals)
-
-
-def private_runner(
-    loaded: LoadedModel,
-    config: EngineConfig,
-    groups: LayerGroups,
-    cache: KVCache,
-    backend: Backend,
-    signals: Signals,
-    totals: EngineTotals,
-) -> tuple[ModelRunner, CompressionPass]:
-    """The runner of compressed drafts that have the device's pool for themselves."""
-    assert config.num_blocks is not None, "the engine's limits are set"
-    memory = MemoryManager(config.num_blocks, config.block_size, enable_prefix_caching=False)
-    graphs = decode_graphs(loaded.model, cache, backend, config, groups)
-    runner = ModelRunner(loaded, groups, memory, cache, backend, signals, graphs=graphs)
-    return runner, CompressionPass(PassContext(memory, cache, backend, groups.facts, signals), totals)
 
 
 def make_scheduler(

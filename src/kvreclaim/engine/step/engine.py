@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial, wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -29,15 +29,10 @@ from kvreclaim.engine.offload.states import StateCopies
 from kvreclaim.engine.offload.stats import TierStats
 from kvreclaim.engine.request.outputs import EngineTotals, StepStats
 from kvreclaim.engine.request.request import Request
-from kvreclaim.engine.request.request import Sequence as Seq
 from kvreclaim.engine.request.spec import RequestSpec, footprint_of
-from kvreclaim.engine.request.verify import divided
 from kvreclaim.engine.signals.signals import Signals
-from kvreclaim.engine.speculative.companion_copier import CompanionCache, CompanionCopier
-from kvreclaim.engine.speculative.companion_tracker import CompanionTracker
 from kvreclaim.engine.speculative.draft_model import make_drafter
 from kvreclaim.engine.speculative.load import DraftModel
-from kvreclaim.engine.speculative.verifier import Verifier
 from kvreclaim.engine.step.assembly import (
     admitting,
     chosen_backend,
@@ -51,7 +46,6 @@ from kvreclaim.engine.step.assembly import (
     make_snapshots,
     make_states,
     make_storage,
-    private_runner,
     stored_facts,
 )
 from kvreclaim.engine.step.executor import StepExecutor
@@ -64,11 +58,7 @@ from kvreclaim.ops.native import torch_alone
 from kvreclaim.refusals import Feature, refuse
 from kvreclaim.sampling_params import SamplingParams
 from kvreclaim.schedule import Pass
-from kvreclaim.schedule.companions import Companions
 from kvreclaim.schedule.preemption_cost import PreemptionCostModel
-
-if TYPE_CHECKING:
-    from kvreclaim.engine.sampling.grammar import Grammars
 
 logger = logging.getLogger(__name__)
 
@@ -181,23 +171,6 @@ class Engine:
         self._num_added = 0
 
     @cached_property
-    def grammars(self) -> Grammars:
-        """Makes grammars of structured outputs. Created for the first request with one.
-
-        Raises: InvalidArgumentError without a tokenizer or an end-of-sequence token.
-        """
-        from kvreclaim.engine.sampling.grammar import Grammars
-
-        loaded = self.loaded
-        if loaded.tokenizer is None or not loaded.eos_token_ids:
-            raise InvalidArgumentError(
-                "structured_outputs need a tokenizer and an end-of-sequence token, and this model lacks one; "
-                "leave them out.",
-                field="structured_outputs",
-            )
-        return Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
-
-    @cached_property
     def snapshots(self) -> SnapshotStore:
         """Keeps compressed prefixes. Created for the first request with one."""
         return self.extensions.add(
@@ -210,30 +183,6 @@ class Engine:
             return None
         return StateCopies(self.states.group, self.states.store, self.memory.offload.parking, self._on_host)
 
-    @cached_property
-    def verifier(self) -> Verifier:
-        """Drafts from compressed caches. Created for the first request in verify mode. Its companions share
-        the pool with all sequences, or have it alone where full caches are in host memory."""
-        runner, compression = self.runner, self.compression
-        if self.device_cache is not None:
-            runner, compression = private_runner(
-                self.loaded,
-                self.config,
-                self.groups,
-                self.device_cache,
-                self.backend,
-                self.signals,
-                self.totals,
-            )
-        companions: Companions[Seq] = Companions(runner.memory)
-        self.scheduler.take_in(companions)
-        full = CompanionCache(self.memory, self.runner.layers, self.runner.stream)
-        feeding = CompanionCopier(
-            full, CompanionCache(runner.memory, runner.layers), self.backend, self.signals
-        )
-        following = CompanionTracker(self.lifecycle, runner, compression, companions, feeding)
-        return self.extensions.add(Verifier(self.lifecycle, following, self.states))
-
     def feature(self, kind: type[F]) -> F:
         """The engine's object of a feature of requests."""
         return next(each for each in self.factory.features if isinstance(each, kind))
@@ -245,7 +194,8 @@ class Engine:
 
         Raises: InvalidArgumentError if the pool cannot hold `requested` tokens, or not a single one.
         """
-        footprint = footprint_of(divided(compressor)[1], self.config, [], self.groups)
+        own = None if compressor is None or compressor.config.verify else compressor
+        footprint = footprint_of(own, self.config, [], self.groups)
         longest = self.loaded.facts.max_position
         self.max_model_len = bounded_by_pool(footprint, self.limits, given=requested, longest=longest)
         self.runner.expect(compressor)
@@ -336,19 +286,12 @@ class Engine:
         if spec.request_id in self.requests:
             raise InvalidArgumentError(f"request id {spec.request_id!r} is in use; pass another one.")
         made = self.factory.make(spec, compressor, self._num_added, parent)
-        request, verify = made.request, made.request.verify
-        self.runner.expect(compressor, 0 if verify is None else verify.num_tokens)
-        if spec.params.structured_outputs is not None:
-            request.grammar = self.grammars.matcher(spec.params.structured_outputs)
-            self.grammars.check(request.grammar, spec.params, request.bad_words)
-        most_hit = None if verify is None else self.verifier.max_prefix_hit(verify)
-        self.lifecycle.begin(
-            request, made.tokens, made.footprint, queued=made.queued, max_prefix_hit=most_hit
-        )
+        self.runner.expect(compressor)
+        self.lifecycle.begin(made.request, made.tokens, made.footprint, queued=made.queued)
         for extension in self.extensions.ordered:
             extension.added()
         self._num_added += 1
-        return request
+        return made.request
 
     @on_own_device
     def abort(self, request_id: str) -> None:

@@ -68,14 +68,16 @@ class StepExecutor:
     def commit(self, plan: StepPlan, checked: CheckedLogits | None) -> None:
         """Report the computed tokens and the accepted drafts to the scheduler."""
         sound = () if checked is None else checked.sound
-        stand = {} if checked is None else self.outputs.accept_drafts(checked)
+        num_accepted = {} if checked is None else self.outputs.accept_drafts(checked)
         computed = () if checked is None else tuple([seq.seq_id for seq in checked.sequences])
         sequences = self.lifecycle.sequences
-        for seq_id, error in self.lifecycle.scheduler.done(plan, StepDone(computed, stand=stand)):
+        for seq_id, error in self.lifecycle.scheduler.update_from_output(
+            plan, StepDone(computed, num_accepted=num_accepted)
+        ):
             if seq_id in sequences:
                 self.lifecycle.fail(sequences[seq_id].request, error, "committing")
-        if stand:
-            self._record(stand)
+        if num_accepted:
+            self._record(num_accepted)
         begun = {one.seq_id for one in plan.admitted}
         for item, _, _ in sound:
             try:
@@ -83,13 +85,15 @@ class StepExecutor:
             except Exception as error:
                 self.lifecycle.fail(item.seq.request, error, "committing")
 
-    def _record(self, stand: dict[int, int]) -> None:
+    def _record(self, num_accepted: dict[int, int]) -> None:
         """Store the signals of rows with drafts, once it is known which drafts are accepted."""
-        stand = {seq_id: count for seq_id, count in stand.items() if seq_id in self.lifecycle.sequences}
+        num_accepted = {
+            seq_id: count for seq_id, count in num_accepted.items() if seq_id in self.lifecycle.sequences
+        }
         try:
-            self.runner.record(stand)
+            self.runner.record(num_accepted)
         except Exception as error:
-            for seq_id in stand:
+            for seq_id in num_accepted:
                 self.lifecycle.fail(self.lifecycle.sequences[seq_id].request, error, "recording signals of")
 
     def _note_computed(self, item: Scheduled, *, has_begun: bool) -> None:

@@ -17,7 +17,7 @@ from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
 from kvreclaim.engine.request.outputs import FinishReason
 from kvreclaim.engine.request.request import Beams, Request, Scheduled, Sequence
 from kvreclaim.engine.sampling.logprobs import report_prompt
-from kvreclaim.engine.sampling.sampler import SampledToken, SampleRow, draw, follow
+from kvreclaim.engine.sampling.sampler import SampledToken, SampleRow, draw
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.schedule import Pass
@@ -94,12 +94,12 @@ class OutputProcessor:
         Returns: accepted tokens of its row by seq_id. Sequences that have ended end in `process`.
         """
         items: list[tuple[Scheduled, slice]] = []
-        stand: dict[int, int] = {}
+        num_accepted: dict[int, int] = {}
         for item, _, rows in checked.sound:
             if item.row.num_drafts:
                 items.append((item, rows))
             elif item.cut:
-                stand[item.seq.seq_id] = item.row.num_tokens
+                num_accepted[item.seq.seq_id] = item.row.num_tokens
         drafted = items
         for depth in itertools.count():
             if not items:
@@ -113,13 +113,13 @@ class OutputProcessor:
             items = []
             for (item, rows, _), each in zip(sample_rows, drawn, strict=True):
                 if item.seq.finish_reason is None:
-                    stand[item.seq.seq_id] = depth + 1
+                    num_accepted[item.seq.seq_id] = depth + 1
                     if self._agrees(item, depth, each) and rows.start + depth + 1 < rows.stop:
                         items.append((item, rows))
         for item, _ in drafted:
-            accepted = stand.get(item.seq.seq_id, 1) - 1
+            accepted = num_accepted.get(item.seq.seq_id, 1) - 1
             self.totals.speculation.note(item.row.num_drafts, accepted)
-        return stand
+        return num_accepted
 
     def _agrees(self, item: Scheduled, depth: int, drawn: SampledToken | Exception) -> bool:
         """Append a token. Return whether the sequence goes on, and its next draft is this token."""
@@ -328,7 +328,7 @@ class OutputProcessor:
         if request.metrics.ttft_s is None:
             request.metrics.ttft_s = time.perf_counter() - request.arrival_s
         seq.token_ids.append(token)
-        complete = seq.matcher is not None and follow(seq.matcher, token)
+        complete = seq.rule is not None and seq.rule.take(token)
         if seq.reader is not None:
             seq.reader.take(token)
         self.totals.generation_tokens += 1
@@ -352,6 +352,6 @@ class OutputProcessor:
 
 
 def _may_end(seq: Sequence, drawn: Exception) -> bool:
-    """Return whether the grammar accepts an output for which no token was drawn. min_tokens or bad_words then
-    bar all tokens that could follow."""
-    return isinstance(drawn, InvalidArgumentError) and seq.matcher is not None and seq.matcher.is_accepting()
+    """Return whether an output for which no token was drawn is complete by its rule. min_tokens or bad_words
+    then bar all tokens that could follow."""
+    return isinstance(drawn, InvalidArgumentError) and seq.rule is not None and seq.rule.may_end

@@ -4,8 +4,9 @@ the remedy."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from kvreclaim.checks import check_text, is_int, require
 from kvreclaim.compression.compressor import Compressor
@@ -15,7 +16,6 @@ from kvreclaim.engine.compact.recalls import Recalls
 from kvreclaim.engine.feature import RequestDraft, RequestFeature
 from kvreclaim.engine.request.request import Request, Scores
 from kvreclaim.engine.request.spec import RequestSpec, footprint_of
-from kvreclaim.engine.request.verify import Verify, divided, verify_of
 from kvreclaim.engine.sampling.sampler import word_ids
 from kvreclaim.engine.signals.signals import Signals
 from kvreclaim.errors import InvalidArgumentError, RequestTooLongError
@@ -256,17 +256,16 @@ class RequestFactory:
         lengths = len(prompt), len(tokens) - (spec.continuation is not None)  # its last token is not computed
         check_prompt(tokens, params, config, self.loaded)
         check_salt_and_priority(spec.cache_salt, spec.priority)
-        features = tuple(each for each in self.features if has_feature(spec, each, parent))
+        features = tuple(each for each in self.features if has_feature(spec, each, parent, compressor))
         own = request_conditions(spec, compressor, features)
         if not all(value is None or value is False for value in own.values()):
             refuse({**self.engine, **own})  # without own ones the start has checked the engine's
         bad_words = checked_bad_words(params, self.loaded)
-        verified, compressor = (None, None) if compressor is None else divided(compressor)
-        verify = None if verified is None else self._verify(spec, verified, len(tokens))
-        draft = RequestDraft(spec, compressor, footprint_of(compressor, config, prompt, self.groups))
+        whole = footprint_of(compressor, config, prompt, self.groups)
+        draft = RequestDraft(spec, compressor, whole, bad_words)
         for feature in features:
             feature.claim(draft)
-        footprint = draft.footprint
+        footprint, compressor = draft.footprint, draft.compressor
         policy = "full" if compressor is None else compressor.policy.name
         check_length(*lengths, footprint, config, policy=policy)
         if compressor is not None:
@@ -288,9 +287,8 @@ class RequestFactory:
             max_len,
             seed,
             features=features,
-            before_passes=tuple(each for each in features if each.acts_before_passes),
+            before_passes=tuple(each for each in features if each.overrides("before_pass")),
             state=draft.state,
-            verify=verify,
             bad_words=bad_words,
             parent=parent,
             scores=scores,
@@ -298,18 +296,17 @@ class RequestFactory:
         )
         return NewRequest(request, list(tokens), footprint, draft.queued)
 
+    def preparations(self, spec: RequestSpec) -> list[Callable[[], None]]:
+        """Return slow work of features before a request is added; call it from any thread. It may raise an
+        InvalidArgumentError."""
+        features = (each for each in self.features if has_feature(spec, each) and each.overrides("prepare"))
+        return [partial(each.prepare, spec) for each in features]
+
     def check_compression(self, compressor: Compressor, *, scored: bool) -> None:
         """Raise InvalidArgumentError where this engine cannot serve the compression. scored: its text is
         given whole"""
         refuse({**self.engine, **compression_features(compressor, scored=scored)})
         self.signals.check(compressor)
-
-    def _verify(self, spec: RequestSpec, verified: Compressor, num_tokens: int) -> Verify:
-        """Settings of verify mode for the request. Raises: InvalidArgumentError."""
-        most = num_tokens + (spec.params.max_tokens or 0)
-        verify = verify_of(verified, self.groups, self.config, spec.prompt_token_ids, most)
-        self.signals.check(verified)
-        return verify
 
 
 def engine_features(
@@ -322,13 +319,21 @@ def engine_features(
         Feature.RECURRENT: name if groups.model.states else None,
         Feature.ALL_WINDOWS: name if groups.trailing is not None else None,
         Feature.NO_TOKENIZER: loaded.tokenizer is None,
+        Feature.NO_END: not loaded.eos_token_ids,
     }
     return config.features() | format_features(form) | model_features(groups.facts) | own
 
 
-def has_feature(spec: RequestSpec, feature: RequestFeature, parent: Request | None) -> bool:
+def has_feature(
+    spec: RequestSpec,
+    feature: RequestFeature,
+    parent: Request | None = None,
+    compressor: Compressor | None = None,
+) -> bool:
     """Return whether a request has the feature. parent: another request, which needs its result"""
     if spec.option(feature.option) is not None or (feature.is_default and parent is None):
+        return True
+    if feature.setting is not None and compressor is not None and getattr(compressor.config, feature.setting):
         return True
     return feature.parameter is not None and getattr(spec.params, feature.parameter) is not None
 

@@ -1,1 +1,1 @@
-"""The content of each slot on the host and on disk: prefixes, parked sequences, states. Integers only."""
+"""Content of the host's and the disk's slots: prefixes, parked sequences, recurrent states. No tensors."""

@@ -13,9 +13,12 @@ from kvreclaim.offload.plan.transfers import Transfer, TransferOutcome, Transfer
 
 @dataclass(slots=True, eq=False)
 class _Store:
-    """parent: the entry or root that it follows, or the store of the block before it.
+    """A copy of one block of a chain to disk.
 
-    outcome: None while it is under way; entry: once it is in the index; children: that wait for it
+    parent:   the entry of the chain's block before it; its copy while that is under way; or the chain's root
+    outcome:  None while it is under way
+    entry:    in the index, once the copy and those before it are over
+    children: copies that wait for this one
     """
 
     transfer: Transfer

@@ -1,4 +1,4 @@
-"""States of recurrent layers below the device: on the host, behind blocks there, and in a file below that."""
+"""Offload of recurrent layers' states: to the host, after their prefix's blocks, and to a file."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ class Transfer:
 
 
 class Transfers(ABC, Generic[Store, Load]):
-    """The memory's side of a slot file. Integers only: the caller carries out `take_transfers` in order, and
-    calls `finish` for each, in any order."""
+    """Tracks copies between host and disk. The caller carries out `take_transfers` in order, and calls
+    `finish` for each, in any order."""
 
     def __init__(self) -> None:
         self.num_stored = self.num_loaded = self.num_gone = self.num_failed = 0

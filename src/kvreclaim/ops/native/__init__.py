@@ -20,7 +20,7 @@ from kvreclaim.ops.native.storage import gather_tokens as gather_tokens
 from kvreclaim.ops.native.storage import paged_attention as paged_attention
 from kvreclaim.ops.native.storage import plain_view as plain_view
 from kvreclaim.ops.native.storage import prepare_blocks as prepare_blocks
-from kvreclaim.ops.native.storage import stretched as stretched
+from kvreclaim.ops.native.storage import transform_rows as transform_rows
 from kvreclaim.ops.native.storage import unsupported_reason as unsupported_reason
 from kvreclaim.ops.native.storage import write_kv as write_kv
 

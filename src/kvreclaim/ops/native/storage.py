@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.ops import key_transform
 from kvreclaim.ops.backend import Need
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.cells import CellBatch
@@ -36,12 +35,13 @@ SPARE_BYTES = 64
 """Behind the units of a coded format: the last vector of a row may reach past them."""
 
 
-def stretched(rows: Tensor, along: tuple[Tensor, Tensor]) -> Tensor:
-    """ops.key_transform.stretched, in one call."""
-    if rows.dtype is torch.float16:
-        return key_transform.stretched(rows, along)
+def transform_rows(
+    rows: Tensor, factor: Tensor, offset: Tensor | None, directions: Tensor | None, added: Tensor | None
+) -> Tensor:
+    """key_transform.transform_rows in one pass, rounded once; rows [T, H, D] with any strides."""
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    KERNELS.stretch(rows.contiguous(), *(part.to(rows.dtype) for part in along), out)
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    KERNELS.transform_rows(rows, factor, offset, directions, added, out)
     return out
 
 

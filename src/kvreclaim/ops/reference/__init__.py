@@ -1,5 +1,6 @@
 """The ops in plain PyTorch, vectorised over sequences and heads: oracle and fallback of every kernel."""
 
+from kvreclaim.ops.key_transform import transform_rows as transform_rows
 from kvreclaim.ops.reference.attention import causal_attention as causal_attention
 from kvreclaim.ops.reference.attention import column_sums as column_sums
 from kvreclaim.ops.reference.attention import paged_attention as paged_attention

@@ -7,6 +7,7 @@ and column_sums its PyTorch, a second pass over the keys for policies that need 
 
 import importlib.util
 
+from kvreclaim.ops.key_transform import transform_rows as transform_rows
 from kvreclaim.ops.reference import allocate as allocate
 from kvreclaim.ops.reference import column_sums as column_sums
 from kvreclaim.ops.reference import plain_view as plain_view

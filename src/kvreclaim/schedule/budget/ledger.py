@@ -1,4 +1,4 @@
-"""Passes from lengths alone: which sequences are due, their target blocks, and the resulting counts."""
+"""Apply a pass or a drop to a sequence's block table and counters; the bytes move later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recall: evicted tokens stay in pages on the host and return when queries need them. Integers only."""
+"""Options of recall: evicted tokens stay in pages on the host and return when queries need them."""
 
 from __future__ import annotations
 

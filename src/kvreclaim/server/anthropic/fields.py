@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from kvreclaim.engine.features.structured_outputs.wire import Spelled, of_anthropic
 from kvreclaim.parsers.json_value import json_object
 from kvreclaim.server.base.config import MAX_INT32
 from kvreclaim.server.base.errors import ApiError
@@ -206,23 +207,14 @@ class MessageRequest(GeneratingFields, ConversationFields):
     output_format: OutputFormat | None = None
 
     @property
-    def structured(self) -> tuple[dict[str, Any], str] | None:
-        """Constraint on the answer as StructuredOutputsParams, and its location; None: unconstrained. Raises:
-        ApiError."""
+    def structured(self) -> Spelled | None:
+        """Constraint on the answer; None: unconstrained. Raises: ApiError, InvalidArgumentError."""
         of_config = None if self.output_config is None else self.output_config.format
         if of_config is not None and self.output_format is not None:
             raise ApiError(400, "output_config.format and output_format are both set; leave one out.")
-        place = "output_format" if of_config is None else "output_config.format"
-        form = self.output_format if of_config is None else of_config
-        if form is None:
-            return None
-        if unknown := next((name for name in form if name not in ("type", "schema")), None):
-            raise ApiError(400, f"{place}.{unknown[:80]} is not supported here; remove it.")
-        if form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
-            raise ApiError(
-                400, f"{place} has no schema; pass the type json_schema and a `schema`, an object."
-            )
-        return {"json": form["schema"]}, f"{place}.schema"
+        if of_config is not None:
+            return of_anthropic(of_config, "output_config.format")
+        return None if self.output_format is None else of_anthropic(self.output_format, "output_format")
 
     @property
     def thinking_token_budget(self) -> int | None:

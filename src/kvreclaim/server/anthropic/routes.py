@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.features.snapshots.feature import SnapshotUse, rewritten
+from kvreclaim.engine.features.structured_outputs.wire import checked
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.server.anthropic.answer import AnthropicResponse
 from kvreclaim.server.anthropic.fields import ConversationFields, MessageRequest
@@ -20,13 +21,7 @@ from kvreclaim.server.base.fields import KVCacheUsage, ResponseSchema, errors_of
 from kvreclaim.server.base.identity import Tenant, request_id_of
 from kvreclaim.server.http.events import answer_json, stream_events
 from kvreclaim.server.shared.bodies import SHARED, BodyRoute, check_priority, sampling_of
-from kvreclaim.server.shared.calls import (
-    check_grammars,
-    check_offer,
-    checked_structured,
-    format_of,
-    with_grammar,
-)
+from kvreclaim.server.shared.calls import check_grammars, check_offer, format_of, with_grammar
 from kvreclaim.server.shared.output_format import OutputFormat
 from kvreclaim.server.shared.service import Service, ServiceDep, TenantDep
 
@@ -160,7 +155,7 @@ async def _with_grammar(
     given, offer = body.structured, body.offer
     structured = None
     if given is not None:
-        structured = await run(partial(checked_structured, *given))
+        structured = await run(partial(checked, given))
         check_grammars(service, given[1].rpartition(".")[0])
     if offer is not None:
         await run(partial(check_offer, offer, form, service))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from kvreclaim.errors import EngineDeadError, KVReclaimError, RequestTooLongError
+from kvreclaim.errors import EngineDeadError, InvalidArgumentError, KVReclaimError, RequestTooLongError
+from kvreclaim.refusals import Feature, refuse
 from kvreclaim.server.base.fields import feature_fields
 from kvreclaim.server.base.identity import request_id_of
 
@@ -159,6 +160,16 @@ def from_engine(error: KVReclaimError, path: str) -> ApiError:
     code = TOO_LONG if isinstance(error, RequestTooLongError) else None
     named = ENGINE_FIELDS | ({"prompt": PROMPT_FIELDS[path]} if path in PROMPT_FIELDS else {})
     return ApiError(400, str(error), named.get(error.field or ""), code)
+
+
+def refuse_fields(features: Mapping[Feature, object], named: str | None = None) -> None:
+    """Check features of a body by the table of refusals. named: the body's name of the field. Raises:
+    ApiError naming the field."""
+    try:
+        refuse(features)
+    except InvalidArgumentError as error:
+        refused = ApiError(400, str(error), error.field)
+        raise (refused if named is None else refused.about(named)) from error
 
 
 def failed(request_id: str) -> ApiError:

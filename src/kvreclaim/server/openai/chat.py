@@ -23,8 +23,9 @@ from kvreclaim.engine.serving.client import RequestStream
 from kvreclaim.engine.serving.core import OutputDelta
 from kvreclaim.parsers.formats import Splitter
 from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd, Piece, Reasoning, Text, ToolCall, merged
+from kvreclaim.refusals import Feature
 from kvreclaim.server.base.config import MAX_INT32
-from kvreclaim.server.base.errors import ApiError
+from kvreclaim.server.base.errors import ApiError, refuse_fields
 from kvreclaim.server.base.fields import Listed
 from kvreclaim.server.base.identity import Tenant, request_id_of
 from kvreclaim.server.openai.answer import OpenAIResponse, scores_of
@@ -53,7 +54,6 @@ from kvreclaim.server.openai.tool_choice import ToolChoice, offer_of
 from kvreclaim.server.shared.bodies import BodyRoute
 from kvreclaim.server.shared.calls import ToolOffer, check_offer, format_of, is_structured_only, with_grammar
 from kvreclaim.server.shared.service import Service, ServiceDep, TenantDep
-from kvreclaim.structured_outputs import StructuredOutputsParams
 
 REASONING = ("reasoning_content", "reasoning")
 """Names of the reasoning: most clients read the first, vLLM writes the second."""
@@ -186,19 +186,18 @@ async def prompt_of(body: ChatRequest, service: Service, tenant: Tenant) -> Requ
     if body.structured_outputs is not None or body.response_format is not None:
         structured = await structured_of(body.structured_outputs, service, tenant, body.response_format)
     offer, form = body.offer, format_of(body.offer, service.output_format)
-    if offer is not None and offer.forced and body.structured_outputs is not None:
-        raise ApiError(
-            400,
-            "structured_outputs does not go with a tool_choice that forces a call; leave one out.",
-            "structured_outputs",
-        )
     if offer is not None:
+        given = body.structured_outputs is not None
+        refuse_fields({Feature.STRUCTURED_OUTPUTS: given, Feature.FORCED_CALLS: offer.forced})
         await service.workers.run(tenant.name, partial(check_offer, offer, form, service))
     if beams is None:
-        own = {"logprobs": logprobs, "thinking_token_budget": body.thinking_token_budget}
-        params = sampling_params(body, max_tokens=limit, **own)
+        more = {"logprobs": logprobs, "thinking_token_budget": body.thinking_token_budget}
+        params = sampling_params(body, max_tokens=limit, **more)
     else:
-        _check_no_grammar(body, offer, structured)
+        field = None if offer is None else offer.field
+        if structured is not None:
+            field = "structured_outputs" if body.structured_outputs else "response_format"
+        refuse_fields({Feature.BEAM_SEARCH: True, Feature.STRUCTURED_OUTPUTS: field}, field)
         params = beams.sampling
     with_tools = body.offered is not None
     work = partial(_encoded, body, service, with_tools=with_tools)
@@ -211,21 +210,6 @@ async def prompt_of(body: ChatRequest, service: Service, tenant: Tenant) -> Requ
         prompt = rewritten(prompt)
     follow = partial(with_grammar, form, offer, structured, continues=bool(body.continue_final_message))
     return bounded([await service.workers.run(tenant.name, partial(follow, prompt))], service)[0]
-
-
-def _check_no_grammar(
-    body: ChatRequest, offer: ToolOffer | None, structured: StructuredOutputsParams | None
-) -> None:
-    """Raises: ApiError naming the field that requires a grammar."""
-    field = None if offer is None else offer.field
-    if structured is not None:
-        field = "structured_outputs" if body.structured_outputs else "response_format"
-    if field is not None:
-        raise ApiError(
-            400,
-            f"{field} cannot be combined with use_beam_search, which follows no grammar; leave one out.",
-            field,
-        )
 
 
 def _encoded(
@@ -251,15 +235,9 @@ def _written(body: ChatRequest, service: Service, with_tools: bool, change: Chan
 
 def _check_whole(body: ChatRequest) -> None:
     """Raises: ApiError for messages that are dropped next to documents."""
-    place = next((n for n, message in enumerate(body.messages) if message.kv_drop == "lossy"), None)
-    if place is not None:
-        field = f"messages.{place}.kv_drop"
-        raise ApiError(
-            400,
-            f"{field} is 'lossy', but documents are given, which are reused out of place; write 'exact', or "
-            "leave one of them out.",
-            field,
-        )
+    lossy = (f"messages.{n}.kv_drop" for n, message in enumerate(body.messages) if message.kv_drop == "lossy")
+    place = next(lossy, None)
+    refuse_fields({Feature.CHUNK_REUSE: True, Feature.LOSSY_DROP: place}, place)
 
 
 class ChatAnswer(OpenAIResponse):

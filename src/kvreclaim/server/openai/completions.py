@@ -14,7 +14,8 @@ from kvreclaim.chunks import Chunks
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.client import RequestStream
 from kvreclaim.engine.serving.core import OutputDelta
-from kvreclaim.server.base.errors import ApiError
+from kvreclaim.refusals import Feature
+from kvreclaim.server.base.errors import ApiError, refuse_fields
 from kvreclaim.server.base.fields import refusal
 from kvreclaim.server.base.identity import Tenant, request_id_of
 from kvreclaim.server.base.vocabulary import Continuation
@@ -82,8 +83,7 @@ async def completions(
 
 async def _prompts(body: CompletionRequest, service: Service, tenant: Tenant) -> list[RequestSpec]:
     limit = service.config.default_max_tokens if body.max_tokens is None else body.max_tokens
-    if body.echo and body.documents is not None:
-        raise ApiError(400, "echo repeats a prompt, and documents are more than that; leave one out.", "echo")
+    refuse_fields({Feature.ECHO: body.echo, Feature.CHUNK_REUSE: body.documents is not None})
     if not limit and not body.echo:
         raise ApiError(
             400, "max_tokens is 0 without echo, so the answer is empty; raise it or set echo.", "max_tokens"

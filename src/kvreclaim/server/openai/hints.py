@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from kvreclaim.engine.api.exports import EVERYTHING, Retention
+from kvreclaim.refusals import Feature
 from kvreclaim.server.base.config import MAX_INT32
-from kvreclaim.server.base.errors import ApiError
+from kvreclaim.server.base.errors import ApiError, refuse_fields
 from kvreclaim.server.base.fields import Fields, described
 from kvreclaim.server.base.identity import Tenant
 from kvreclaim.server.shared.bodies import check_priority
@@ -80,11 +81,8 @@ def hinted_retention(nvext: NvExt | None, agent_hint: AgentHint | None, service:
         found["nvext.cache_control"] = ttl_s
     if agent_hint is not None and (params := agent_hint.cache_control) is not None:
         found["agent_hint.cache_control"] = DEFAULT_TTL_S if params.ttl is None else params.ttl
-    if found and not service.engine.served.config["enable_prefix_caching"]:
-        name = next(iter(found))
-        raise ApiError(
-            400, f"{name} is set, but prefix caching is off here, so nothing is kept; leave it out.", name
-        )
+    is_off = not service.engine.served.config["enable_prefix_caching"]
+    refuse_fields({Feature.RETENTION: bool(found), Feature.NO_PREFIX_CACHE: is_off}, next(iter(found), None))
     return [Retention(EVERYTHING, ttl_s) for ttl_s in found.values()]
 
 
@@ -106,11 +104,6 @@ def checked_priority(priority: int, nvext: NvExt | None, tenant: Tenant, service
         raise ApiError(
             400, f"{PRIORITY} is {hint}, but this key may ask for {most} or less; lower it.", PRIORITY
         )
-    if hint and service.engine.served.config["scheduling_policy"] == "fcfs":
-        raise ApiError(
-            400,
-            f"{PRIORITY} is {hint}, but this server runs requests as they come; leave it out, or start the "
-            "server with --scheduling-policy priority or cache.",
-            PRIORITY,
-        )
+    is_first_come = service.engine.served.config["scheduling_policy"] == "fcfs"
+    refuse_fields({Feature.PRIORITY: hint or None, Feature.FIRST_COME: is_first_come}, PRIORITY)
     return -hint

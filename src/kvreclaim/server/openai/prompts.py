@@ -16,8 +16,9 @@ from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.api.exports import Retention
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.refusals import Feature
 from kvreclaim.sampling_params import SamplingParams
-from kvreclaim.server.base.errors import ApiError
+from kvreclaim.server.base.errors import ApiError, refuse_fields
 from kvreclaim.server.base.fields import (
     MAX_TOKEN_LIST,
     BadWords,
@@ -32,7 +33,7 @@ from kvreclaim.server.base.fields import (
 from kvreclaim.server.base.identity import Tenant
 from kvreclaim.server.openai.documents import ChunkReuseFields, Documents
 from kvreclaim.server.openai.hints import AgentHint, NvExt, checked_priority, hinted_retention
-from kvreclaim.server.openai.structured import StructuredOutputs
+from kvreclaim.server.openai.structured import StructuredField
 from kvreclaim.server.shared.bodies import SHARED, check_priority, sampling_of
 from kvreclaim.server.shared.service import Service
 
@@ -98,7 +99,7 @@ class SharedFields(GeneratingFields):
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
     metadata: Annotated[dict[str, str], at_most(MAX_METADATA)] | None = None
     store: bool | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredField | None = None
     documents: Documents | None = None
     chunk_reuse: ChunkReuseFields | None = None
 
@@ -194,9 +195,7 @@ def beams_of(fields: GenerationFields, max_tokens: int) -> BeamSearchParams | No
         value = getattr(fields, name, None)
         changes_nothing = value is None or value is HARMLESS.get(name, False)
         if not changes_nothing and not (name == "temperature" and value == 0):
-            raise ApiError(
-                400, f"{name} does not go with use_beam_search, which draws no tokens; leave one out.", name
-            )
+            refuse_fields({Feature.BEAM_SEARCH: True, Feature.SAMPLING: True}, name)
     number = fields.n or 1
     given = {name: getattr(fields, name) for name in ("length_penalty", "early_stopping", "ignore_eos")}
     try:
@@ -247,10 +246,8 @@ def _check_stream(fields: GenerationFields) -> None:
             "continuous_usage_stats needs include_usage; set both or neither.",
             "stream_options.continuous_usage_stats",
         )
-    if fields.stream and fields.prompt_logprobs is not None:
-        raise ApiError(
-            400, "prompt_logprobs are not streamed; leave out stream or prompt_logprobs.", "prompt_logprobs"
-        )
+    if fields.prompt_logprobs is not None:
+        refuse_fields({Feature.PROMPT_LOGPROBS: True, Feature.STREAM: fields.stream})
 
 
 def _retention(fields: GenerationFields, num_tokens: int, service: Service) -> tuple[Retention, ...]:

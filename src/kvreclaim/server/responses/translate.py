@@ -16,7 +16,8 @@ from pydantic_core import from_json
 
 from kvreclaim.engine.api.chat import SYSTEM_ROLES
 from kvreclaim.errors import KVReclaimError
-from kvreclaim.server.base.errors import ApiError, from_engine, from_problem
+from kvreclaim.refusals import Feature
+from kvreclaim.server.base.errors import ApiError, from_engine, from_problem, refuse_fields
 from kvreclaim.server.base.identity import Tenant
 from kvreclaim.server.openai.chat import ChatAnswer, ChatRequest
 from kvreclaim.server.openai.messages import render
@@ -193,10 +194,8 @@ def _fits(
 
 
 def _check(body: ResponsesRequest) -> None:
-    if body.truncation == "auto" and body.documents is not None:
-        raise ApiError(
-            400, "truncation is 'auto', which does not go with documents; leave one out.", "truncation"
-        )
+    is_cut, has_documents = body.truncation == "auto", body.documents is not None
+    refuse_fields({Feature.TRUNCATION: is_cut, Feature.CHUNK_REUSE: has_documents})
     if body.top_logprobs is not None and not body.with_logprobs:
         raise ApiError(
             400,

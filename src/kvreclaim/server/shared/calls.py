@@ -13,8 +13,8 @@ from kvreclaim.parsers.formats import holds_name
 from kvreclaim.parsers.grammars import Calls, answer_grammar
 from kvreclaim.parsers.lark import Lark
 from kvreclaim.parsers.thinking import ThinkSpan
-from kvreclaim.sampling_params import SamplingParams
-from kvreclaim.server.base.errors import ApiError
+from kvreclaim.refusals import Feature
+from kvreclaim.server.base.errors import ApiError, refuse_fields
 from kvreclaim.server.shared.output_format import OutputFormat
 from kvreclaim.server.shared.service import Service
 from kvreclaim.structured_outputs import AnswerGrammar, StructuredOutputsParams
@@ -66,16 +66,8 @@ def format_of(offer: ToolOffer | None, form: OutputFormat) -> OutputFormat:
 
 def check_grammars(service: Service, field: str) -> None:
     """Raises: ApiError if answers of this model cannot follow a grammar, which the field requires."""
-    if not service.engine.served.has_end:
-        raise ApiError(
-            400, f"{field} needs an end-of-sequence token, and this model has none; leave it out.", field
-        )
-    if not service.follows_grammars:
-        raise ApiError(
-            400,
-            f"{field} cannot be followed with this model's tokenizer, or without one; leave it out.",
-            field,
-        )
+    on = {Feature.STRUCTURED_OUTPUTS: True, Feature.NO_END: not service.engine.served.has_end}
+    refuse_fields(on | {Feature.NO_TOKENIZER: not service.follows_grammars}, field)
 
 
 def check_offer(offer: ToolOffer, form: OutputFormat, service: Service) -> None:
@@ -131,7 +123,7 @@ def can_follow(tools: Sequence[Tool], form: OutputFormat, service: Service) -> b
 
 def _reason_against(calls: Calls, form: OutputFormat) -> str | None:
     """Return why answers with these calls cannot follow a grammar; None: they can. Raises: ApiError."""
-    from kvreclaim.engine.sampling.grammar import composed, reason_against
+    from kvreclaim.engine.features.structured_outputs.grammar import composed, reason_against
 
     try:
         lark = answer_grammar(Lark({}), calls, None, harmony=form.is_harmony, structured=False)
@@ -145,19 +137,6 @@ def check_unique(names: Sequence[str]) -> None:
     if len(set(names)) < len(names):
         twice = next(name for place, name in enumerate(names) if name in names[:place])
         raise ApiError(400, f"tools holds {twice[:80]!r} twice; names of tools are unique.", "tools")
-
-
-def checked_structured(given: Mapping[str, Any], place: str) -> StructuredOutputsParams:
-    """Return the constraint of these fields of StructuredOutputsParams. Raises: ApiError naming the place."""
-    from kvreclaim.engine.sampling.grammar import check
-
-    try:
-        params = StructuredOutputsParams(**given)
-        check(params)
-    except InvalidArgumentError as error:
-        named = str(error).startswith(place.partition(".")[0])
-        raise ApiError(400, str(error) if named else f"{place}: {error}", place) from error
-    return params
 
 
 def with_grammar(
@@ -178,19 +157,18 @@ def with_grammar(
     ids, params = prompt.prompt_token_ids, prompt.params
     span = form.thinking(ids, with_tools=offer is not None)
     may_think = span is not None and (span.begun or not (continues or span.over))
-    has_grammar = offer is not None and offer.field is not None
-    if structured is None and not has_grammar:
+    field = None if offer is None else offer.field
+    if structured is None and field is None:
         return prompt.having(span)
+    budget = {Feature.THINKING_BUDGET: params.thinking_token_budget is not None}
     calls = None if offer is None or form.tool_parser is None else offer.calls(form.tool_parser)
     if form.is_harmony and continues:
-        if has_grammar:
-            field = "" if offer is None else offer.field
-            raise ApiError(
-                400, f"{field} does not go with a message that is continued; leave one out.", field
-            )
+        refuse_fields({Feature.STRUCTURED_OUTPUTS: field, Feature.CONTINUED: True}, field)
         calls, may_think = None, False
     if calls is None and not may_think:
-        _check_budget(params, "an answer that has no reasoning, for it is structured")
+        refuse_fields(
+            budget | {Feature.NO_REASONING: "an answer that has no reasoning, for it is structured"}
+        )
         return replace(prompt, params=replace(params, structured_outputs=structured))
     if params.skip_special_tokens and form.needs_special_tokens(with_tools=calls is not None):
         raise ApiError(
@@ -199,7 +177,7 @@ def with_grammar(
             "skip_special_tokens",
         )
     if form.is_harmony and calls is not None and calls.forced:
-        _check_budget(params, "a forced call in the format harmony")
+        refuse_fields(budget | {Feature.NO_REASONING: "a forced call in the format harmony"})
     whole = _grammar(form, calls, span if may_think and not form.is_harmony else None, structured)
     prompt = replace(prompt, params=replace(params, structured_outputs=whole))
     return prompt.having(span if may_think else None)
@@ -211,19 +189,13 @@ def is_structured_only(prompt: RequestSpec) -> bool:
     return given is not None and not isinstance(given, AnswerGrammar)
 
 
-def _check_budget(params: SamplingParams, what: str) -> None:
-    if params.thinking_token_budget is not None:
-        field = "thinking_token_budget"
-        raise ApiError(400, f"{field} does not go with {what}; leave one out.", field)
-
-
 def _grammar(
     form: OutputFormat,
     calls: Calls | None,
     span: ThinkSpan | None,
     structured: StructuredOutputsParams | None,
 ) -> AnswerGrammar:
-    from kvreclaim.engine.sampling.grammar import composed
+    from kvreclaim.engine.features.structured_outputs.grammar import composed
 
     try:
         lark = answer_grammar(

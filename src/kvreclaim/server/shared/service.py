@@ -145,7 +145,7 @@ class Service:
     @cached_property
     def follows_grammars(self) -> bool:
         """Whether answers of this model can follow a grammar."""
-        from kvreclaim.engine.sampling.grammar import can_read
+        from kvreclaim.engine.features.structured_outputs.grammar import can_read
 
         return self.engine.served.has_end and can_read(self.engine.tokenizer)
 

@@ -12,23 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvreclaim.ops.key_transform import KeyTransform, stretched
+from kvreclaim.ops.key_transform import KeyTransform, transform_rows
 
 
 class CentredKeys:
     """Mixed into a class of attention layers that stores transformed keys. Source: ops/transformed_keys.py.
 
-    centring_scale:                  [K, D], factors of queries
-    centring_inverse, _offset:       [K, D], factors of keys, and what is added to them afterwards
-    centring_along, _keys, _queries: KeyTransform.of_keys and of_queries; None without directions
+    centring_scale, _inverse: [K, D], factors of queries and of keys
+    centring_offset:          [K, D], what is added to keys afterwards
+    centring_along:           KeyTransform.directions; None without
+    centring_keys, _queries:  [K, R, D], what is added for parts along them; None without
     """
 
     centring_scale: Tensor
     centring_inverse: Tensor
     centring_offset: Tensor
     centring_along: Tensor | None
-    centring_keys: Tensor
-    centring_queries: Tensor
+    centring_keys: Tensor | None
+    centring_queries: Tensor | None
     key_transform: KeyTransform
     num_heads: int
     num_kv_heads: int
@@ -37,10 +38,10 @@ class CentredKeys:
     def take(self, own: KeyTransform) -> None:
         """Store keys by this transform."""
         self.key_transform = own
-        buffers = {"scale": own.scale, "inverse": own.inverse, "offset": own.offset, "along": None}
-        if own.directions is not None:
-            along, keys = own.of_keys
-            buffers |= {"along": along, "keys": keys, "queries": own.of_queries[1]}
+        inverse, offset, along, keys = own.of_keys
+        scale, _, _, queries = own.of_queries
+        buffers = {"scale": scale, "inverse": inverse, "offset": offset}
+        buffers |= {"along": along, "keys": keys, "queries": queries}
         module: Any = self
         for name, buffer in buffers.items():
             copied = None if buffer is None else buffer.clone()
@@ -48,13 +49,11 @@ class CentredKeys:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the layer's own forward pass with transformed queries and keys."""
-        group = self.num_heads // self.num_kv_heads
-        queries = query.view(-1, self.num_kv_heads, group, self.head_size) * self.centring_scale[:, None]
-        keys = key.view(-1, self.num_kv_heads, 1, self.head_size)
-        keys = torch.addcmul(self.centring_offset[:, None], keys, self.centring_inverse[:, None])
-        if self.centring_along is not None:
-            queries = stretched(queries, (self.centring_along, self.centring_queries))
-            keys = stretched(keys, (self.centring_along, self.centring_keys))
+        along, size = self.centring_along, self.head_size
+        queries = query.view(-1, self.num_heads, size)
+        queries = transform_rows(queries, self.centring_scale, None, along, self.centring_queries)
+        keys = key.view(-1, self.num_kv_heads, size)
+        keys = transform_rows(keys, self.centring_inverse, self.centring_offset, along, self.centring_keys)
         answer: Tensor = super().forward(  # type: ignore[misc]
             queries.view(query.shape), keys.view(key.shape), value, *args, **kwargs
         )

@@ -206,9 +206,9 @@ class HeadTables:
         place = (tokens - starts[owner])[:, None] + every * lens[owner][:, None]
         target = starts[owner][:, None].long() * heads + place
         source = torch.arange(num_tokens * heads, device=device)
-        nobodys = tokens[:, None] >= starts[-1]  # a graph's padding stays where it is
+        padding = tokens[:, None] >= starts[-1]  # a graph's padding stays where it is
         order = self._order[: num_tokens * heads]
-        order[torch.where(nobodys, source.view(-1, heads), target).flatten()] = source
+        order[torch.where(padding, source.view(-1, heads), target).flatten()] = source
         return of_rows, order
 
     def _make_room(self, row: int, width: int) -> None:

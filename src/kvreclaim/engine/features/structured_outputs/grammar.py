@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any
 
@@ -23,6 +23,7 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from kvreclaim.engine.features.structured_outputs.conflicts import Barred, may_end
 from kvreclaim.engine.sampling.refusal import conflict
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.parsers.endless import has_text, has_value
@@ -40,7 +41,46 @@ NAMES = {
     "grammar": "grammar",
 }
 Matcher = llguidance.LLMatcher
-"""State of one output: consume_token takes a token, is_stopped says that nothing but an end may come."""
+
+
+class OutputGrammar:
+    """The grammar of one output, and how far the output follows it; an OutputRule."""
+
+    def __init__(self, matcher: Matcher) -> None:
+        self.matcher = matcher
+
+    @property
+    def may_end(self) -> bool:
+        return self.matcher.is_accepting()
+
+    def fork(self) -> OutputGrammar:
+        """Return a copy for another output."""
+        return OutputGrammar(self.matcher.deep_copy())
+
+    def allows(self, token: int) -> bool:
+        return self.matcher.validate_tokens([token]) == 1
+
+    def take(self, token: int) -> bool:
+        if not self.matcher.consume_token(token):
+            raise _broken(self.matcher)
+        return self.matcher.is_stopped()
+
+    @staticmethod
+    def restrict(logits: Tensor, places: list[int], rules: Sequence[OutputGrammar]) -> None:
+        vocab = logits.shape[-1]
+        words = np.zeros((len(places), (vocab + 31) // 32), dtype=np.uint32)
+        pairs = [(rule.matcher, row) for row, rule in enumerate(rules)]
+        _executor().unsafe_compute_mask_ptr(pairs, words.ctypes.data, words[0].nbytes, len(words))
+        for matcher, _ in pairs:
+            if matcher.is_error():
+                raise _broken(matcher)
+        bits = np.unpackbits(~words.view(np.uint8), axis=-1, count=vocab, bitorder="little")
+        barred = torch.from_numpy(bits.view(np.bool_)).to(logits.device)
+        if len(places) == len(logits):
+            logits.masked_fill_(barred, float("-inf"))
+            return
+        for place, row in zip(places, barred, strict=True):
+            logits[place].masked_fill_(row, float("-inf"))  # in place: [N, V] is much to copy
 
 
 class Grammars:
@@ -55,30 +95,30 @@ class Grammars:
                 "out.",
                 field="structured_outputs",
             ) from error
-        self._kept: OrderedDict[tuple[str, str], Matcher] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], OutputGrammar] = OrderedDict()
         self._lock = threading.Lock()
 
-    def matcher(self, params: StructuredOutputsParams) -> Matcher:
-        """A state at the beginning of an output. Raises: InvalidArgumentError for a bad grammar."""
+    def begin(self, params: StructuredOutputsParams) -> OutputGrammar:
+        """Begin an output. Raises: InvalidArgumentError for a bad grammar."""
         key = params.source
-        first = self._kept.get(key) or self._made(*key)
+        first = self._kept.get(key) or OutputGrammar(self._made(*key))
         with self._lock:
             self._kept[key] = first
             self._kept.move_to_end(key)
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
-        return first.deep_copy()
+        return first.fork()
 
-    def check(self, matcher: Matcher, params: SamplingParams, bad_words: Collection[tuple[int, ...]]) -> None:
+    def check(
+        self, begun: OutputGrammar, params: SamplingParams, bad_words: Collection[tuple[int, ...]]
+    ) -> None:
         """Raises: InvalidArgumentError for options with which no output follows the grammar to its end."""
-        from kvreclaim.engine.sampling.conflicts import Barred, may_end
-
         barred = Barred.of(params, bad_words)
         if barred is None or params.structured_outputs is None:
             return
         is_json = params.structured_outputs.source[0] in ("json", "answer")
-        if not may_end(matcher, barred, self._tokens, is_json=is_json):
-            raise conflict(params, is_early=bool(barred.early), is_structured=True)
+        if not may_end(begun.matcher, barred, self._tokens, is_json=is_json):
+            raise conflict(params, is_early=bool(barred.early))
 
     def _made(self, kind: str, text: str) -> Matcher:
         try:
@@ -179,7 +219,7 @@ def _refusal(kind: str, reason: str) -> InvalidArgumentError:
     )
 
 
-def broken(matcher: Matcher) -> InvalidArgumentError:
+def _broken(matcher: Matcher) -> InvalidArgumentError:
     """Return why an output cannot follow its grammar any further, without its text and the grammar, which
     llguidance shows as well."""
     reason = matcher.get_error().partition("\n")[0]
@@ -193,27 +233,6 @@ def broken(matcher: Matcher) -> InvalidArgumentError:
 
 def _shortened(reason: str) -> str:
     return " ".join(reason.split())[:300].rstrip(".")
-
-
-def restrict(logits: Tensor, places: list[int], matchers: list[Matcher]) -> None:
-    """Leave in logits [N, V], in the rows at these places, the tokens that may come next.
-
-    Raises: InvalidArgumentError where a grammar leaves no token, or costs too much to follow.
-    """
-    vocab = logits.shape[-1]
-    words = np.zeros((len(places), (vocab + 31) // 32), dtype=np.uint32)
-    pairs = [(matcher, row) for row, matcher in enumerate(matchers)]
-    _executor().unsafe_compute_mask_ptr(pairs, words.ctypes.data, words[0].nbytes, len(words))
-    for matcher in matchers:
-        if matcher.is_error():
-            raise broken(matcher)
-    bits = np.unpackbits(~words.view(np.uint8), axis=-1, count=vocab, bitorder="little")
-    barred = torch.from_numpy(bits.view(np.bool_)).to(logits.device)
-    if len(places) == len(logits):
-        logits.masked_fill_(barred, float("-inf"))
-        return
-    for place, row in zip(places, barred, strict=True):
-        logits[place].masked_fill_(row, float("-inf"))  # in place: [N, V] is much to copy
 
 
 @cache

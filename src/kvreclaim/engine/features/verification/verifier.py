@@ -11,11 +11,16 @@ from kvreclaim.compression.policy import Signal
 from kvreclaim.compression.signal_needs import needs_of
 from kvreclaim.engine.execute.recurrent import RecurrentStates
 from kvreclaim.engine.extension import AttentionHook, Extension
+from kvreclaim.engine.features.verification.companion_drafts import CompanionDraft, draft_all
+from kvreclaim.engine.features.verification.companion_tracker import (
+    CompanionTracker,
+    adjust,
+    is_target,
+    verify_of,
+)
 from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
 from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.engine.request.verify import Verify
-from kvreclaim.engine.speculative.companion_drafts import CompanionDraft, draft_all
-from kvreclaim.engine.speculative.companion_tracker import CompanionTracker, adjust, is_target, verify_of
 from kvreclaim.engine.speculative.drafter import most_drafts
 from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.speculation import MOST_DRAFTS
@@ -64,7 +69,7 @@ class Verifier(Extension):
         """Keep the queries of targets for the policies of their companions."""
         if not any(item.seq.request.verify is not None for item in runs):
             return []
-        return self.tracker.asked.watch(runs, batch)
+        return self.tracker.queries.watch(runs, batch)
 
     def computed(self, sequences: list[Sequence]) -> None:
         """Bring the companions of these sequences, which have advanced, up to date."""

@@ -11,12 +11,12 @@ from kvreclaim.compression.signal_needs import needs_of
 from kvreclaim.engine.compact.job import CompactionJob
 from kvreclaim.engine.compact.passes import CompressionPass
 from kvreclaim.engine.execute.runner import ModelRunner
+from kvreclaim.engine.features.verification.companion_copier import CompanionCopier, CopyRange
+from kvreclaim.engine.features.verification.companion_queries import QUERIES, CompanionQueries
 from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
 from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.engine.request.request import Request, Scheduled, Sequence
 from kvreclaim.engine.request.verify import Verify
-from kvreclaim.engine.speculative.companion_copier import CompanionCopier, CopyRange
-from kvreclaim.engine.speculative.companion_queries import QUERIES, CompanionQueries
 from kvreclaim.schedule import Row, Status
 from kvreclaim.schedule.budget.ledger import take_choice
 from kvreclaim.schedule.companions import Companions
@@ -47,7 +47,7 @@ class CompanionTracker:
     ) -> None:
         self.lifecycle, self.runner, self.compression = lifecycle, runner, compression
         self.companions, self.copier = companions, copier
-        self.asked = CompanionQueries(runner.signals)
+        self.queries = CompanionQueries(runner.signals)
         self._forks = companions.memory is lifecycle.memory
         self._unborn: dict[int, Sequence] = {}
 
@@ -65,7 +65,7 @@ class CompanionTracker:
             self.failed("following %d sequences", len(targets), error)
             for target in targets:
                 self.leave(target.seq_id)
-        self.asked.clear()
+        self.queries.clear()
 
     def _companion(self, target: Sequence) -> Sequence | None:
         """Return the target's companion. A new one is begun if it is due and there is room."""
@@ -84,7 +84,7 @@ class CompanionTracker:
     def _can_begin(self, target: Sequence) -> bool:
         """Return whether the signals for the policy of a companion that begins now are complete."""
         needs = needs_of(verify_of(target).compressor)
-        from_first = self.asked.begins(target)
+        from_first = self.queries.begins(target)
         if Signal.ATTENTION_MASS in needs:
             return from_first or self._forks
         if not self._forks:
@@ -97,7 +97,7 @@ class CompanionTracker:
         sums_attention = Signal.ATTENTION_MASS in needs
         if self._forks and not sums_attention and needs & QUERIES and target.num_computed < target.num_prompt:
             unborn = self._unborn.setdefault(target.seq_id, self.new(target))
-            self._tell(target, unborn, self.asked.first(target))
+            self._note_queries(target, unborn, self.queries.first(target))
 
     def _begin(self, target: Sequence) -> Sequence | None:
         verify = verify_of(target)
@@ -106,12 +106,12 @@ class CompanionTracker:
         companion = self._unborn.pop(target.seq_id, None) or self.new(target)
         companion.token_ids[:] = target.token_ids
         sums_attention = Signal.ATTENTION_MASS in needs_of(verify.compressor)
-        if not self._forks or (sums_attention and self.asked.begins(target)):
+        if not self._forks or (sums_attention and self.queries.begins(target)):
             self.companions.begin(target, companion)
             return companion
         self.companions.fork(target, companion, target)
         if needs_of(verify.compressor) & QUERIES:
-            self._tell(target, companion, self.asked.first(target))
+            self._note_queries(target, companion, self.queries.first(target))
         return companion
 
     def new(self, target: Sequence) -> Sequence:
@@ -146,19 +146,19 @@ class CompanionTracker:
         self.copier.copy(ranges)
         for copy_range in ranges:
             self.companions.commit(copy_range.companion, copy_range.num_tokens)
-            self._tell(copy_range.target, copy_range.companion, copy_range.first)
+            self._note_queries(copy_range.target, copy_range.companion, copy_range.first)
         advanced = [(copy_range.target, copy_range.companion) for copy_range in ranges]
         self._compress([(target, companion) for target, companion in advanced if companion.is_due])
         return advanced
 
-    def _tell(self, target: Sequence, companion: Sequence, first: int) -> None:
+    def _note_queries(self, target: Sequence, companion: Sequence, first: int) -> None:
         """Record signals of the companion's tokens from `first` on. A companion without tokens gets those of
         all tokens that the target has computed."""
         slots = None
         if companion.status is Status.RUNNING:
             row = Row(companion.seq_id, first, companion.num_computed - first)
             slots = self.runner.slots(Scheduled(companion, row))
-        self.asked.tell(target, companion, first, slots)
+        self.queries.note(target, companion, first, slots)
 
     def has_room(self, companion: Sequence, num_tokens: int) -> bool:
         """Return whether the companion has blocks for num_tokens more tokens; they are ready for writes."""
@@ -213,7 +213,7 @@ def shadow_of(request: Request, verify: Verify) -> Request:
         request,
         spec=replace(request.spec, params=replace(request.params, logprobs=None, prompt_logprobs=None)),
         compressor=verify.compressor,
-        verify=None,
+        state={kind: kept for kind, kept in request.state.items() if kind is not Verify},
         sequences=[],
         prompt_logprobs=None,
         metrics=RequestMetrics(),

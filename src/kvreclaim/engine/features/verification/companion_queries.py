@@ -77,7 +77,7 @@ class CompanionQueries:
         """Return whether this step has computed all of the target's tokens."""
         return target.seq_id in self._starts and self._starts[target.seq_id][0] == 0
 
-    def tell(self, target: Sequence, companion: Sequence, first: int, slots: SequenceSlots | None) -> None:
+    def note(self, target: Sequence, companion: Sequence, first: int, slots: SequenceSlots | None) -> None:
         """Pass the queries of tokens from `first` on to the companion, which has them last, in these slots.
         slots: None if it has no tokens yet; then it gets the queries of all tokens that were computed."""
         known = self._starts.get(target.seq_id)

@@ -1,0 +1,1 @@
+"""Outputs follow a grammar."""

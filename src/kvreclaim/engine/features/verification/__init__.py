@@ -1,0 +1,1 @@
+"""Verify mode: a compressed cache drafts, and the full one verifies the drafts."""
