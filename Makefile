@@ -13,7 +13,9 @@ SANITIZE_BUILD ?= build/sanitize
 .PHONY: validate-sim setup demo demo-24gb real-model test test-all test-fast fuzz sanitize lint fmt bench bench-full bench-model bench-vllm bench-vllm-serve gpu gpu-wheels soak soak-tiers attack clients vllm-env test-vllm vllm-env-33 test-vllm-33 test-triton-36 kvpress-env llamacpp-env compare-kvpress dist container clean
 setup: $(STAMP)
 
+# Some packages of [dev] are compiled.
 $(STAMP): pyproject.toml $(CSRC)
+	@command -v $${CXX:-c++} >/dev/null || { echo "make setup needs a C++ compiler, and there is no $${CXX:-c++}: install g++ or clang, set CXX, or run pip install --editable . as in CONTRIBUTING.md, which needs none."; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/$(PIP_INSTALL) "$(TORCH)"
 	$(BIN)/$(PIP_INSTALL) --editable ".[dev]"

@@ -26,7 +26,7 @@ from typing import Any
 from playwright.sync_api import Page, sync_playwright
 
 from kvreclaim import LLM, demo_model, real_model
-from kvreclaim.bench.systems.vllm_server import NAME, VllmServer
+from kvreclaim.bench.systems.server_process import NAME, VllmServer
 from kvreclaim.bench.vllm_plugin import link_model
 from kvreclaim.engine.serving.client import AsyncEngine
 from kvreclaim.server.base.config import ServerConfig

@@ -20,8 +20,16 @@ from rich.table import Table
 
 from kvreclaim.bench.common import machine
 from kvreclaim.bench.plans import SpeedPlan
-from kvreclaim.bench.speed.calibrate import Watched, engine_of, fit, observe
-from kvreclaim.bench.speed.traffic import ServedRequest, Timed, draw, replay
+from kvreclaim.bench.speed.calibrate import (
+    ServedRequest,
+    Timed,
+    Watched,
+    draw,
+    engine_of,
+    fit,
+    observe,
+    replay,
+)
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.plan.cost import Linear
 from kvreclaim.schedule import Footprint

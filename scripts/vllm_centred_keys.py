@@ -17,7 +17,7 @@ from pathlib import Path
 from kvreclaim.bench import common
 from kvreclaim.bench.common import Columns, Row, cells, markdown
 from kvreclaim.bench.systems.base import SystemSetup
-from kvreclaim.bench.systems.vllm_peer import VllmProcess, kv_bytes_per_token
+from kvreclaim.bench.systems.worker_process import VllmProcess, kv_bytes_per_token
 from kvreclaim.corpora import prose
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.model.loader import load_tokenizer

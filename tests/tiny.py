@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -367,6 +367,19 @@ def greedy(directory: Path, token_prompts: list[list[int]], max_tokens: int) -> 
             pad_token_id=0,
         )
         answers.append(out[0, len(prompt) :].tolist())
+    return answers
+
+
+def remembered(directory_of: Callable[[str], Path], own_prompts: list[list[int]], max_tokens: int) -> Any:
+    """family, prompts (default: own_prompts) -> what `greedy` gives for them, computed once."""
+    known: dict[str, list[list[int]]] = {}
+
+    def answers(family: str, prompts: list[list[int]] = own_prompts) -> list[list[int]]:
+        key = f"{family} {prompts}"
+        if key not in known:
+            known[key] = greedy(directory_of(family), prompts, max_tokens)
+        return known[key]
+
     return answers
 
 

@@ -13,7 +13,7 @@ features.FEATURES += (AnswerPrefixes,)  # the line that it takes in engine/featu
 from kvreclaim import LLM, SamplingParams, demo_model  # noqa: E402  (takes the features)
 from kvreclaim.engine.serving.client import AsyncEngine  # noqa: E402
 from kvreclaim.server.base.config import ServerConfig  # noqa: E402
-from kvreclaim.server.entry.app import create_app  # noqa: E402
+from kvreclaim.server.entry.run import create_app  # noqa: E402
 from kvreclaim.server.shared.service import Service  # noqa: E402
 
 PROMPT, PREFIX = [3 + i % 60 for i in range(40)], [9, 8, 7]

@@ -177,7 +177,7 @@ def test_a_coded_cache_is_judged_by_the_reference_in_its_format():
 
 
 def test_a_dead_peer_is_a_skipped_point(tmp_path):
-    from kvreclaim.bench.systems.vllm_peer import VllmProcess
+    from kvreclaim.bench.systems.worker_process import VllmProcess
 
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\necho no such module >&2\nexit 3\n")
@@ -209,7 +209,7 @@ def test_a_mistake_is_one_sentence(arguments, message):
 
 
 def test_a_peer_without_its_interpreter_is_refused(tmp_path):
-    from kvreclaim.bench.systems.vllm_peer import VllmProcess
+    from kvreclaim.bench.systems.worker_process import VllmProcess
 
     with pytest.raises(InvalidArgumentError, match="make vllm-env"):
         VllmProcess(tmp_path / "python", 1, 1)

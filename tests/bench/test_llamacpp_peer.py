@@ -17,8 +17,7 @@ from kvreclaim import demo_model
 from kvreclaim.bench.decode_plan import DecodePlan
 from kvreclaim.bench.decode_table import ratio_table, short
 from kvreclaim.bench.systems.base import Point, SkipPoint, SystemSetup
-from kvreclaim.bench.systems.llamacpp_peer import LlamaCpp
-from kvreclaim.bench.systems.worker_process import LOOP
+from kvreclaim.bench.systems.worker_process import LOOP, LlamaCpp
 from kvreclaim.bench.verify import LEAST_TOP1, MARGIN_STDS, PackedReferee, WrongTokensError, require_agreement
 from kvreclaim.cli.main import app
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from kvreclaim import demo_model
 from kvreclaim.bench import vllm_plugin
 from kvreclaim.bench.plans import VllmPlan
-from kvreclaim.bench.systems import vllm_server
+from kvreclaim.bench.systems import server_process
 from kvreclaim.cli.main import app
 
 STAND_IN = """#!{python}
@@ -83,7 +83,7 @@ def bench(folder: Path, *arguments: object, cases="serve", **changed):
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch):
-    monkeypatch.setattr(vllm_server, "SAMPLE_S", 0.02)
+    monkeypatch.setattr(server_process, "SAMPLE_S", 0.02)
 
 
 def test_both_sides_get_the_same_in_turns(tmp_path):

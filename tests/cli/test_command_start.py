@@ -14,7 +14,7 @@ from kvreclaim.cli.main import COMMANDS
 from kvreclaim.ops import extension
 
 OTHER_ROOMS = ("ops.triton", "server", "bench", "eval", "calibrate", "plan", "sim", "integrations", "demo")
-SHARED = {"main", "options", "config_options", "help", "model_names", "fetch", "uncollected"}
+SHARED = {"main", "options", "config_options", "help", "model_names", "uncollected"}
 """Files of the command line that are no command."""
 WATCH = """
 import gc, sys
@@ -42,7 +42,7 @@ from contextlib import nullcontext
 from kvreclaim.engine.serving import started
 from kvreclaim.server.http import listener
 started.StartedProcess = nullcontext
-def bind(*address): raise SystemExit(f"bound {'kvreclaim.server.entry.app' in sys.modules}")
+def bind(*address): raise SystemExit(f"bound {'kvreclaim.server.entry.run' in sys.modules}")
 listener.bind = bind
 app(["serve", "--model", "demo"])
 """

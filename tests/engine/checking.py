@@ -17,6 +17,12 @@ def tokens(outputs):
     return [output.token_ids for out in outputs for output in out.outputs]
 
 
+def first_tokens(outputs) -> list[list[int]]:
+    """The tokens of each request's first output; none has failed."""
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
 def logprobs(outputs):
     return [[next(iter(step.values())).logprob for step in out.outputs[0].logprobs] for out in outputs]
 

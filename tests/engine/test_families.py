@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from checking import first_tokens as tokens
 
 from kvreclaim import LLM, SamplingParams
-from kvreclaim.engine.request.outputs import RequestOutput
 from kvreclaim.errors import UnsupportedModelError
 
 PROMPTS = tiny.prompts((5, 33, 17, 1, 64), seed=3)
@@ -23,14 +23,7 @@ Expected = Callable[[str], list[list[int]]]
 @pytest.fixture(scope="module")
 def expected(tiny_dir: Callable[[str], Path]) -> Expected:
     """family -> the tokens that generate() gives for PROMPTS."""
-    known: dict[str, list[list[int]]] = {}
-
-    def answers(family: str) -> list[list[int]]:
-        if family not in known:
-            known[family] = tiny.greedy(tiny_dir(family), PROMPTS, MAX_TOKENS)
-        return known[family]
-
-    return answers
+    return tiny.remembered(tiny_dir, PROMPTS, MAX_TOKENS)
 
 
 def load(directory: Path, **limits: int | bool) -> LLM:
@@ -45,11 +38,6 @@ def few(family: str, num_blocks: int, grouped: int, tables: int) -> int:
     own["llama4"] = 60 if num_blocks == 9 else between
     own["mistral"] = 6 if num_blocks == 9 else 8  # what has left its windows is given back
     return own.get(family, num_blocks)
-
-
-def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
-    assert [output.error for output in outputs] == [None] * len(outputs)
-    return [output.outputs[0].token_ids for output in outputs]
 
 
 def check_pool(llm: LLM) -> None:

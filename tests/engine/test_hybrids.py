@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import tiny
+from checking import first_tokens as tokens
 
 from kvreclaim import LLM, SamplingParams
-from kvreclaim.engine.request.outputs import RequestOutput
 from kvreclaim.engine.request.request import Sequence
 
 PROMPTS = tiny.prompts((5, 33, 17, 1, 64), seed=3)
@@ -25,24 +25,12 @@ Expected = Callable[[str], list[list[int]]]
 @pytest.fixture(scope="module")
 def expected(tiny_dir: Callable[[str], Path]) -> Expected:
     """family -> the tokens that generate() gives for PROMPTS."""
-    known: dict[str, list[list[int]]] = {}
-
-    def answers(family: str) -> list[list[int]]:
-        if family not in known:
-            known[family] = tiny.greedy(tiny_dir(family), PROMPTS, MAX_TOKENS)
-        return known[family]
-
-    return answers
+    return tiny.remembered(tiny_dir, PROMPTS, MAX_TOKENS)
 
 
 def load(directory: Path, **limits) -> LLM:
     given = {"num_blocks": 200, "block_size": 8, "max_num_seqs": 8, **limits}
     return LLM(directory, dtype="float32", device="cpu", **given)
-
-
-def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
-    assert [output.error for output in outputs] == [None] * len(outputs)
-    return [output.outputs[0].token_ids for output in outputs]
 
 
 def check_pool(llm: LLM) -> None:

@@ -37,15 +37,7 @@ def asked(llm: LLM, prompts) -> tuple[list[list[int]], list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(tiny_dir):
-    known = {}
-
-    def answers(family, prompts=PROMPTS):
-        key = family, str(prompts)
-        if key not in known:
-            known[key] = tiny.greedy(tiny_dir(family), prompts, MAX_TOKENS)
-        return known[key]
-
-    return answers
+    return tiny.remembered(tiny_dir, PROMPTS, MAX_TOKENS)
 
 
 @pytest.mark.parametrize("family", FEW)

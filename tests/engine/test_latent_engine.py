@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 from checking import check_shadow
+from checking import first_tokens as tokens
 from settings import EVICTING, assert_idle, small
 from transformers import DeepseekV3Config
 
@@ -30,22 +31,10 @@ ROOMY = 256
 """A budget that no sequence here exceeds."""
 
 
-def tokens(outputs) -> list[list[int]]:
-    assert [output.error for output in outputs] == [None] * len(outputs)
-    return [output.outputs[0].token_ids for output in outputs]
-
-
 @pytest.fixture(scope="module")
 def expected(calibrated_dir) -> Callable[[str], list[list[int]]]:
     """family -> what transformers' generate() answers."""
-    known: dict[str, list[list[int]]] = {}
-
-    def answers(family: str) -> list[list[int]]:
-        if family not in known:
-            known[family] = tiny.greedy(calibrated_dir(family), PROMPTS, MAX_TOKENS)
-        return known[family]
-
-    return answers
+    return tiny.remembered(calibrated_dir, PROMPTS, MAX_TOKENS)
 
 
 @pytest.fixture(scope="module")

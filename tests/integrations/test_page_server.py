@@ -16,7 +16,7 @@ import pytest
 from toy_page import LIMIT_S, ToyPool, feed_of, frame_with, serving, shrunk
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm.live import http as page_http
+from kvreclaim.integrations.vllm.live import server as page_http
 from kvreclaim.integrations.vllm.live.recorder import StepRecorder
 from kvreclaim.integrations.vllm.live.server import PageServer
 from kvreclaim.integrations.vllm.settings.page_address import PageAddress

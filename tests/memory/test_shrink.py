@@ -1,11 +1,17 @@
 from __future__ import annotations
 
-import pytest
+import sys
+from pathlib import Path
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvreclaim.memory
 from kvreclaim.errors import UnknownRequestError
 from kvreclaim.memory import CompactionPlan, MemoryManager
 
-from .sequences import run
+from .sequences import find, fork, run, write
 
 
 def private(length: int = 14, num_blocks: int = 10) -> MemoryManager:
@@ -72,3 +78,87 @@ def test_only_full_blocks_are_dropped(index):
         memory.drop_blocks(0, [0, index])
     assert memory.table(0).block_ids == [0, 1, 2, 3, 4]
     assert memory.table(0).exact
+
+
+SIZE = 4
+
+
+@given(st.integers(1, 14), st.integers(0, 20))
+def test_only_blocks_with_tokens_stay(written, room):
+    memory = MemoryManager(10, SIZE)
+    run(memory, 0, range(written))
+    before = memory.table(0).block_ids.copy()
+    memory.grow(0, room)
+    spare = len(memory.table(0).block_ids) - len(before)
+    version = memory.table(0).version
+    assert memory.trim(0) == spare
+    table = memory.table(0)
+    assert table.block_ids == before
+    assert table.physical_len == table.logical_len == written
+    assert (table.version > version) is (spare > 0)
+    assert memory.trim(0) == 0
+    memory.check()
+
+
+def test_what_goes_back_is_free_and_what_stays_is_found():
+    memory = MemoryManager(4, SIZE)
+    run(memory, 0, range(8))
+    memory.grow(0, 8)
+    assert memory.num_free == 0
+    memory.trim(0)
+    assert memory.num_free == 2
+    run(memory, 1, [*range(100, 108)])
+    assert find(memory, [*range(8), 9]).num_tokens == 8
+
+
+def test_a_fork_keeps_its_own_room():
+    memory = MemoryManager(10, SIZE)
+    run(memory, 0, range(8))
+    fork(memory, 0, 1)
+    memory.grow(0, 8)
+    memory.grow(1, 4)
+    held = memory.table(1).block_ids.copy()
+    assert memory.trim(0) == 2
+    assert memory.table(1).block_ids == held
+    write(memory, 0, [50, 51])
+    memory.check()
+
+
+ROOM = Path(kvreclaim.memory.__file__).parent
+OFF = {"pins.py", "residency.py", "groups/window.py", "windows.py"}
+
+
+def files_of(work) -> set[str]:
+    """Files of memory/ that run while `work` does."""
+    found = set()
+
+    def note(frame, event, arg):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(ROOM):
+            found.add(path.relative_to(ROOM).as_posix())
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_a_plain_prompt_runs_no_file_of_a_feature_that_is_off():
+    memory = MemoryManager(8, 4)
+
+    def serve():
+        for seq_id in range(4):  # the later ones hit, and the pool is reused
+            memory.admit(seq_id, memory.match_prefix(memory.keys([seq_id // 2] * 14)))
+            while (length := memory.table(seq_id).logical_len) < 14:
+                assert memory.can_grow(seq_id, 1)
+                memory.grow(seq_id, 1)
+                memory.commit(seq_id, 1)
+                memory.release_copy_sources()
+                assert memory.num_blocks(seq_id) == length // 4 + 1
+            memory.free(seq_id)
+
+    found = files_of(serve)
+    assert {"manager.py", "groups/full.py", "pool.py"} <= found
+    assert not found & OFF

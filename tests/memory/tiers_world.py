@@ -184,9 +184,9 @@ class TiersWorld:
     def step(self, *, store_fails: bool = False) -> None:
         """Moves, tokens, and what they fill: in the engine's order."""
         memory = self.memory
-        for block, slot in memory.offload.parking.pop_swap_outs():
+        for block, slot in memory.offload.parking.pop_moves_out():
             self.host[slot] = self.device[block]
-        moved = {block: self.host[slot] for slot, block in memory.offload.pop_swap_ins()}
+        moved = {block: self.host[slot] for slot, block in memory.offload.pop_moves_in()}
         self.device.update(moved)
         copies = [pair for pairs in self.copies.values() for pair in pairs]
         self.device.update({target: self.device[source] for source, target in copies})

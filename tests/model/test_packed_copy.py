@@ -15,14 +15,16 @@ import tiny
 import tiny_gguf
 import torch
 from gguf import GGMLQuantizationType as Form
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.cli.main import app
+from kvreclaim.model.gguf import as_in_llama_cpp
 from kvreclaim.model.loader import LoadedModel, load_model
 from kvreclaim.model.quantized import copy_file, packed_copy
 from kvreclaim.model.quantized.copy_file import copy_path
-from kvreclaim.model.quantized.gguf_file import GgufSource
+from kvreclaim.model.quantized.gguf_file import GgufSource, gguf_parts
 from kvreclaim.model.quantized.layers import _PackedModule
 from kvreclaim.ops import extension
 from kvreclaim.ops.packed import PackedMatrix
@@ -287,3 +289,35 @@ def test_the_order_of_bytes_is_that_of_its_version() -> None:
         for part in sorted(matrix.parts):
             digest.update(matrix.parts[part].view(torch.uint8).numpy().tobytes())
     assert digest.hexdigest()[:4] == ORDER_OF_BYTES, "raise PACKED_LAYOUT, and write the digest here"
+
+
+OTHER_ROOMS = ("ops.triton", "server", "bench", "eval", "calibrate", "plan", "sim", "integrations")
+PROGRAM = """
+import sys
+from kvreclaim import LLM, SamplingParams
+with LLM({file!r}, max_num_seqs=1, num_blocks=8) as llm:
+    llm.generate(["ab"], SamplingParams(max_tokens=1))
+print(*(name for name in sys.modules if name.startswith("kvreclaim.")))
+"""
+
+
+def test_the_kept_tokenizer_is_that_of_the_file(file: Path) -> None:
+    own = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    as_in_llama_cpp(own, GgufSource(file).index.fields, print)
+    loaded = load_model(file).tokenizer
+    assert loaded is not None
+    assert loaded.backend_tokenizer.to_str() == own.backend_tokenizer.to_str()
+    assert loaded.special_tokens_map == own.special_tokens_map
+    text = (gguf_parts(GgufSource(file)) / "tokenizer.json").read_text(encoding="utf-8")
+    assert "\n" not in text
+    assert len(text) < 0.7 * len(own.backend_tokenizer.to_str(pretty=True))
+
+
+def test_a_start_on_a_cpu_imports_no_other_room(file: Path) -> None:
+    program = PROGRAM.format(file=str(file))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    loaded = done.stdout.split()
+    assert "kvreclaim.engine.step.engine" in loaded
+    prefixes = tuple(f"kvreclaim.{room}" for room in OTHER_ROOMS)
+    assert [name for name in loaded if name.startswith(prefixes)] == []

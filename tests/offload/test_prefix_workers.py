@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from kvreclaim.offload.store.directory import StoreDirectory
+from kvreclaim.offload.store.file_io import FileIO
 from kvreclaim.offload.store.jobs import JobOutcome
 from kvreclaim.offload.store.namespace import FIELDS, Namespace
 from kvreclaim.offload.store.prefix_files import PrefixFiles
 from kvreclaim.offload.store.prefix_workers import Loaded, PrefixWorkers, Stored
-from kvreclaim.offload.store.session_file import SessionFile
+from kvreclaim.offload.store.session_file import SessionFile, save_whole
 
 NAMES = [f"{number:064x}" for number in range(8)]
 FIELDS_HERE = dict.fromkeys(FIELDS, "here")
@@ -96,11 +97,24 @@ def test_what_was_half_written_is_removed(files, tmp_path):
     assert not left.exists()
 
 
-def test_another_process_has_the_directory(files, tmp_path, monkeypatch):
+def test_another_process_has_the_directory(files, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("kvreclaim.offload.store.prefix_files.PATIENCE_S", 0.05)
     with StoreDirectory(tmp_path):
         assert files.store(NAMES[0], content())[0] is JobOutcome.DROPPED
+        assert files.scan() == {}
+    assert "they cannot be listed" in caplog.text
     assert files.store(NAMES[0], content())[0] is JobOutcome.OK
+
+
+def test_a_disk_that_takes_no_more_bytes_is_an_error_of_the_disk(tmp_path):
+    class Full(FileIO):
+        def pwritev(self, fd, buffers, offset):
+            return min(100, super().pwritev(fd, buffers, offset)) if offset == 0 else 0
+
+    path = tmp_path / "a.session"
+    with pytest.raises(OSError, match="takes no more bytes"):
+        save_whole(content().pack(), path, Full())
+    assert list(tmp_path.iterdir()) == []
 
 
 class Held:
@@ -177,13 +191,15 @@ def test_a_clear_comes_behind_the_store_that_is_under_way():
     assert not workers.is_clearing
 
 
-def test_closing_waits_for_nothing_that_hangs():
+def test_closing_waits_for_nothing_that_hangs(caplog):
     held = Held()
     workers = PrefixWorkers(held)
     workers.store(NAMES[0], content())
     held.begun.wait()
     workers.store(NAMES[1], content())
+    workers.remove(NAMES[2])
     workers.close(0.1)
+    assert "2 changes of compressed prefixes on disk are left out" in caplog.text
     assert [each.name for each in workers.poll()] == [NAMES[1]]
     assert not workers.takes_stores()
     held.free.set()

@@ -400,6 +400,7 @@ def test_old_files_make_way_for_new_ones(tmp_path: Path) -> None:
     assert left() == {"aaaa", "bbbb"}
     assert run("cccc", 46, 3000) == 25
     assert left() == {"bbbb", "cccc"}
+    (tmp_path / namespace(kv_format="cccc").hex / "slots.index").write_bytes(b"")
     assert run("dddd", 10, 4000) == 10
     assert left() == {"dddd"}
 

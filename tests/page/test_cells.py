@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvreclaim.page import cells as module
-from kvreclaim.page.cells import MAX_CELLS, NUM_STATES, count_states, group_size, num_shown, to_cells
+from kvreclaim.page import frames as module
+from kvreclaim.page.frames import MAX_CELLS, NUM_STATES, count_states, group_size, num_shown, to_cells
 from kvreclaim.page.view import FREE, IN_USE, SHARED
 
 BLOCK = st.tuples(st.integers(0, NUM_STATES - 1), st.integers(0, 3))

@@ -21,10 +21,9 @@ from kvreclaim.engine.features.structured_outputs.grammar import composed, reaso
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.parsers.arguments import Callee
 from kvreclaim.parsers.formats import ARRAY, Splitter
-from kvreclaim.parsers.grammars import MAX_CALLS, Calls, answer_grammar
+from kvreclaim.parsers.grammars import MAX_CALLS, SHAPES, Calls, answer_grammar
 from kvreclaim.parsers.lark import Lark
 from kvreclaim.parsers.pieces import Reasoning, Text, ToolCall, merged
-from kvreclaim.parsers.shapes import SHAPES
 from kvreclaim.parsers.thinking import THINK, ThinkSpan
 from kvreclaim.structured_outputs import StructuredOutputsParams
 

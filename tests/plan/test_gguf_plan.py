@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 
 from kvreclaim.cli.main import app
 from kvreclaim.errors import KVReclaimError
-from kvreclaim.plan.configs import load_shape, shape_of
-from kvreclaim.plan.gguf import ARCHITECTURES
+from kvreclaim.plan.configs import ARCHITECTURES, load_shape, shape_of
 from kvreclaim.plan.weights import weight_bytes, weight_format
 
 runner = CliRunner()

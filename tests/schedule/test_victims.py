@@ -71,7 +71,7 @@ class Bench:
     def preempt(self, group):
         step = StepPlanBuilder(0)
         self.scheduler.preemptor.preempt(group, group[0], "decode", step)
-        return step.preempted, self.memory.offload.parking.pop_swap_outs()
+        return step.preempted, self.memory.offload.parking.pop_moves_out()
 
 
 @pytest.mark.parametrize("policy", ["auto", "last", "priority", "lru", "cost"])
@@ -214,6 +214,6 @@ def test_who_ends_before_it_is_moved_is_not_moved():
     assert bench.memory.offload.parking.num_parked_slots == 7
     bench.scheduler.remove(first[0])
     bench.scheduler.preemptor.preempt(second, second[0], "decode", step)
-    outs = bench.memory.offload.parking.pop_swap_outs()
+    outs = bench.memory.offload.parking.pop_moves_out()
     assert len({slot for _, slot in outs}) == len(outs) == 7
     bench.memory.check()

@@ -10,6 +10,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+from bare_messages import TEMPLATE
 from logged import Log
 from running import Running, openai_client, running_server
 
@@ -34,6 +35,14 @@ def tiny_server(tiny_dir: Callable[[str], Path]) -> Iterator[Running]:
 def tiny_oracle(tiny_dir: Callable[[str], Path]) -> LLM:
     """The same model without a server."""
     return LLM(tiny_dir("llama"), num_blocks=512)
+
+
+@pytest.fixture(scope="module")
+def own(tiny_dir: Callable[[str], Path]) -> Iterator[Running]:
+    """A template that shows all that it is given, and requests run by priority."""
+    llm = LLM(tiny_dir("llama"), num_blocks=512, max_num_seqs=1, scheduling_policy="priority")
+    with running_server(llm, chat_template=TEMPLATE) as running:
+        yield running
 
 
 @pytest.fixture

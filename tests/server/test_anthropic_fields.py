@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from bare_messages import (
     HELLO,
     MARK,
     RENDERED,
-    TEMPLATE,
     TOOL,
     USE,
     answer,
@@ -24,7 +23,7 @@ from bare_messages import (
     refused,
     text,
 )
-from running import MODEL, Running, running_server
+from running import MODEL, Running
 from steering import paused, until
 
 from kvreclaim import LLM, SamplingParams
@@ -39,14 +38,6 @@ from kvreclaim.server.anthropic.fields import (
 from kvreclaim.server.anthropic.routes import TokensCount
 
 Connect = Callable[..., anthropic.Anthropic]
-
-
-@pytest.fixture(scope="module")
-def own(tiny_dir: Callable[[str], Path]) -> Iterator[Running]:
-    """A template that shows all that it is given, and requests run by priority."""
-    llm = LLM(tiny_dir("llama"), num_blocks=512, max_num_seqs=1, scheduling_policy="priority")
-    with running_server(llm, chat_template=TEMPLATE) as running:
-        yield running
 
 
 # What shapes the prompt: the answer is the engine's to the text that the template should make of it.

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import web
-from bare_messages import HELLO, TEMPLATE, TOOL, USE, post, refused
-from running import MODEL, Running, running_server
-
-from kvreclaim import LLM
-
-
-@pytest.fixture(scope="module")
-def own(tiny_dir: Callable[[str], Path]) -> Iterator[Running]:
-    """A template that shows all that it is given, and requests run by priority."""
-    llm = LLM(tiny_dir("llama"), num_blocks=512, max_num_seqs=1, scheduling_policy="priority")
-    with running_server(llm, chat_template=TEMPLATE) as running:
-        yield running
-
+from bare_messages import HELLO, TOOL, USE, post, refused
+from running import MODEL, Running
 
 REFUSED = [
     ({"max_tokens": None}, "max_tokens"),

@@ -16,7 +16,7 @@ from speaking import CALL, MISTRAL_CALL, save_speaker, saying
 
 from kvreclaim import LLM
 from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd
-from kvreclaim.server.anthropic.content import content_blocks
+from kvreclaim.server.anthropic.answer import content_blocks
 
 TEMPLATE = (
     "{{ tools | tojson if tools }}{% for m in messages %} {{ m.content }}"

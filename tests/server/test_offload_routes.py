@@ -12,7 +12,7 @@ from running import MODEL, Running, openai_client, running_server
 from steering import until
 
 from kvreclaim import LLM, demo_model
-from kvreclaim.server.admin import offload
+from kvreclaim.server.admin import system
 
 GIB = 2**30
 PROMPT = " ".join(f"k{i % 9 + 1} v{i % 7 + 1}" for i in range(100))
@@ -105,8 +105,8 @@ def test_what_a_reset_does_not_know(serve: Serve) -> None:
 
 
 def test_a_disk_that_does_not_answer(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "CLEAR_S", 0.01)
-    monkeypatch.setattr(offload, "is_clearing", lambda host: True)
+    monkeypatch.setattr(system, "CLEAR_S", 0.01)
+    monkeypatch.setattr(system, "is_clearing", lambda host: True)
     with serve() as server:
         assert reset(server, "?external=true") == 503
         assert reset(server) == 200

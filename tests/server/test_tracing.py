@@ -227,7 +227,7 @@ def test_names_are_the_conventions() -> None:
 
 def test_nothing_is_loaded_without_the_option() -> None:
     code = (
-        "import sys; import kvreclaim.server.entry.app; "
+        "import sys; import kvreclaim.server.entry.run; "
         "print([name for name in sys.modules if name.startswith('opentelemetry.sdk') or 'tracing' in name])"
     )
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

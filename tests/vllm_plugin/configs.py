@@ -19,11 +19,23 @@ SMALL: dict[str, Any] = {
 }
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+
+
 def make_config(model: Path, compression: object = ASKED, **more: Any) -> Any:
     """vLLM's configuration for this model, asking for compression unless that is None."""
     extra = {} if compression is None else {"additional_config": {"kv_compression": compression}}
     settings = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 1024, **extra, **more}
     return EngineArgs(model=str(model), skip_tokenizer_init=True, **settings).create_engine_config()
+
+
+def mla_config() -> transformers.PretrainedConfig:
+    """A small model with multi-head latent attention and experts."""
+    heads = {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    experts = {"n_routed_experts": 4, "first_k_dense_replace": 2}
+    return transformers.DeepseekV2Config(
+        **SMALL, num_key_value_heads=4, kv_lora_rank=32, q_lora_rank=None, **heads, **experts
+    )
 
 
 def make_model(path: Path, config: transformers.PretrainedConfig, architecture: str) -> Path:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from biased import make_biased_model
-from configs import ASKED, SMALL, make_config, make_model
+from configs import ASKED, NGRAM, SMALL, make_config, make_model, mla_config
 from engines import Engine
 from models import make_stats, make_tiny_model, make_tokenizer
 from vllm.config.cache import CacheDType
@@ -28,7 +28,6 @@ from kvreclaim.integrations.vllm.refusals.centred_keys import (
 )
 
 CENTRING = "kvreclaim.integrations.vllm.entry.cpu_worker.CentringCPUWorker"
-NGRAM = {"num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 
 def centred(model: Path, value: object = True, compression: object = None, **more: Any) -> Any:
@@ -38,14 +37,6 @@ def centred(model: Path, value: object = True, compression: object = None, **mor
     return make_config(model, None, **settings)
 
 
-def mla() -> transformers.PretrainedConfig:
-    heads = {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
-    experts = {"n_routed_experts": 4, "first_k_dense_replace": 2}
-    return transformers.DeepseekV2Config(
-        **SMALL, num_key_value_heads=4, kv_lora_rank=32, q_lora_rank=None, **heads, **experts
-    )
-
-
 @pytest.mark.parametrize(
     ("options", "word"),
     [
@@ -53,7 +44,7 @@ def mla() -> transformers.PretrainedConfig:
         ({"kv_cache_dtype": "bfloat16"}, "--kv-cache-dtype bfloat16: keys that are stored as they are"),
         ({"kv_offloading_size": 1.0}, "a KV connector, such as --kv-offloading-size: blocks of other"),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size = 2"),
-        ({"speculative_config": {"method": "ngram_gpu", **NGRAM}}, "method 'ngram_gpu'"),
+        ({"speculative_config": {**NGRAM, "method": "ngram_gpu"}}, "method 'ngram_gpu'"),
         ({"worker_cls": "some.other.Worker"}, "centred_keys runs in the workers"),
     ],
 )
@@ -110,7 +101,7 @@ def test_what_this_build_cannot_configure(
 
 
 def test_latents_are_refused(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", mla(), "DeepseekV2ForCausalLM")
+    model = make_model(tmp_path / "model", mla_config(), "DeepseekV2ForCausalLM")
     with pytest.raises(UnsupportedModelError, match="multi-head latent attention"):
         centred(model)
 

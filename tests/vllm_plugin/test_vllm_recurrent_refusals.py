@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from configs import ASKED, SCHEDULER, SMALL, make_config, make_model
+from configs import ASKED, NGRAM, SCHEDULER, SMALL, make_config, make_model
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.kv_cache_interface import (
@@ -113,9 +113,6 @@ def test_a_request_for_them_is_refused_too(policy: str, word: str, lfm2: Path) -
     )
     with pytest.raises(VLLMValidationError, match=rf"{word}.* such as streaming_llm or knorm"):
         check_request(request, make_config(lfm2))
-
-
-NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import pytest
 import torch
 import transformers
-from configs import SCHEDULER, SMALL, make_config, make_model
+from configs import NGRAM, SCHEDULER, SMALL, make_config, make_model, mla_config
 from vllm.config.cache import CacheDType
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -49,24 +49,11 @@ def several(*names: str) -> dict[str, Any]:
     ("options", "word"),
     [
         (
-            {
-                "speculative_config": {
-                    "method": "ngram_gpu",
-                    "num_speculative_tokens": 2,
-                    "prompt_lookup_max": 3,
-                }
-            },
+            {"speculative_config": {**NGRAM, "method": "ngram_gpu"}},
             "method 'ngram_gpu' of --speculative-config",
         ),
         (
-            {
-                "speculative_config": {
-                    "method": "ngram",
-                    "num_speculative_tokens": 2,
-                    "prompt_lookup_max": 3,
-                    "disable_padded_drafter_batch": True,
-                }
-            },
+            {"speculative_config": {**NGRAM, "disable_padded_drafter_batch": True}},
             "disable_padded_drafter_batch in --speculative-config",
         ),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size = 2"),
@@ -87,15 +74,7 @@ def several(*names: str) -> dict[str, Any]:
             "the KV connector ExampleConnector and --tensor-parallel-size 2: all ranks write the same files",
         ),
         (
-            {
-                "kv_offloading_size": 1.0,
-                "async_scheduling": False,
-                "speculative_config": {
-                    "method": "ngram",
-                    "num_speculative_tokens": 2,
-                    "prompt_lookup_max": 3,
-                },
-            },
+            {"kv_offloading_size": 1.0, "async_scheduling": False, "speculative_config": NGRAM},
             "drafts of a request that is hidden from the connector",
         ),
         (
@@ -199,18 +178,10 @@ def qwen3(**more: Any) -> transformers.PretrainedConfig:
     return transformers.Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=32, **more)
 
 
-def mla() -> transformers.PretrainedConfig:
-    heads = {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
-    experts = {"n_routed_experts": 4, "first_k_dense_replace": 2}
-    return transformers.DeepseekV2Config(
-        **SMALL, num_key_value_heads=4, kv_lora_rank=32, q_lora_rank=None, **heads, **experts
-    )
-
-
 @pytest.mark.parametrize(
     ("make", "architecture", "word"),
     [
-        (mla, "DeepseekV2ForCausalLM", "multi-head latent attention"),
+        (mla_config, "DeepseekV2ForCausalLM", "multi-head latent attention"),
         (
             lambda: transformers.MambaConfig(vocab_size=512, hidden_size=64, num_hidden_layers=2),
             "MambaForCausalLM",
@@ -249,9 +220,6 @@ def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = qwen3(sliding_window=64, use_sliding_window=True, max_window_layers=1)
     config.num_hidden_layers, config.layer_types = 3, ["full_attention", *["sliding_attention"] * 2]
     return make_model(tmp_path_factory.mktemp("windows") / "model", config, "Qwen3ForCausalLM")
-
-
-NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 
 def test_full_attention_beside_windows_is_taken(windows: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import vllm
-from configs import make_config, make_model
-from test_vllm_refusals import NGRAM, qwen3
+from configs import NGRAM, make_config, make_model
+from test_vllm_refusals import qwen3
 
 from kvreclaim.compression.registry import make_policy
 from kvreclaim.compression.stats import QueryStats

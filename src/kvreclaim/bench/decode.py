@@ -33,22 +33,22 @@ than the model's, those of the reference back-end in that format.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from statistics import median
 
 from rich.console import Console
 
-from kvreclaim.bench.common import Row, alternate, spread, wide_console
+from kvreclaim.bench.common import Row, alternate, seconds, spread, wide_console
 from kvreclaim.bench.decode_plan import AUTO, DecodePlan
-from kvreclaim.bench.decode_prompts import time_prompt, vocab_size
 from kvreclaim.bench.plans import LLAMACPP
 from kvreclaim.bench.systems.base import Point, Session, SkipPoint, System, SystemSetup, random_prompts
 from kvreclaim.bench.systems.hf import ContinuousBatching, Generate
-from kvreclaim.bench.systems.llamacpp_peer import LlamaCpp
 from kvreclaim.bench.systems.ours import KvreclaimSystem
-from kvreclaim.bench.systems.vllm_peer import Vllm
+from kvreclaim.bench.systems.worker_process import LlamaCpp, Vllm
 from kvreclaim.bench.verify import (
     FormatReferee,
     Judge,
@@ -58,6 +58,39 @@ from kvreclaim.bench.verify import (
     require_agreement,
 )
 from kvreclaim.free_memory import free_host_memory_bytes
+from kvreclaim.model.loader import read_config
+
+
+def vocab_size(model: Path) -> int:
+    return int(read_config(model).get_text_config().vocab_size)
+
+
+def time_prompt(plan: DecodePlan, length: int, systems: Mapping[str, System]) -> list[Row]:
+    """Return one row for each system; prompts differ, so nothing is cached. The first round does not
+    count."""
+    size = vocab_size(plan.model)
+    warm_up, *given = (random_prompts(1, length, size, seed) for seed in range(plan.rounds + 1))
+    for system in systems.values():
+        system.generate(warm_up, 1)
+    turns = {name: iter(given) for name in systems}
+
+    def timed(name: str) -> float:
+        prompts = next(turns[name])
+        return seconds(lambda: systems[name].generate(prompts, 1))
+
+    elapsed = alternate({name: partial(timed, name) for name in systems}, plan.rounds)
+    return [
+        {
+            "system": name,
+            "prompt": length,
+            "tokens_per_s": length / median(values),
+            "first_token_s": median(values),
+            "rounds": len(values),
+            "spread": spread(values),
+        }
+        for name, values in elapsed.items()
+    ]
+
 
 MEMORY_SHARE = 0.85
 WARM_UPS = 3

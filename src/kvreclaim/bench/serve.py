@@ -19,9 +19,7 @@ from kvreclaim.bench.common import Columns, Row, alternate, seconds, sheet, spre
 from kvreclaim.bench.plans import LLAMACPP, ServePlan
 from kvreclaim.bench.serve_client import StreamedAnswer, TimedPrompt, send_all
 from kvreclaim.bench.systems.base import SkipPoint, random_prompts
-from kvreclaim.bench.systems.llamacpp_server import LlamaCppServer
-from kvreclaim.bench.systems.ours_server import NAME, KvreclaimServer
-from kvreclaim.bench.systems.server_process import ServerProcess
+from kvreclaim.bench.systems.server_process import NAME, KvreclaimServer, LlamaCppServer, ServerProcess
 from kvreclaim.bench.verify import PackedReferee, TokenAgreement, require_agreement
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError

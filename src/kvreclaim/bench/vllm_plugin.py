@@ -24,8 +24,8 @@ from rich.console import Console
 
 from kvreclaim.bench.common import Columns, Row, alternate, cells, markdown
 from kvreclaim.bench.plans import VllmPlan
-from kvreclaim.bench.systems.vllm_peer import kv_bytes_per_token
-from kvreclaim.bench.systems.vllm_server import Gauges, VllmServer
+from kvreclaim.bench.systems.server_process import Gauges, VllmServer
+from kvreclaim.bench.systems.worker_process import kv_bytes_per_token
 from kvreclaim.calibrate.lookups import lookup_documents
 from kvreclaim.checks import require
 from kvreclaim.corpora import code, prose

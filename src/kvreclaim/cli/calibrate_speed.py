@@ -98,8 +98,7 @@ def _from_engine(plan: SpeedPlan) -> tuple[Linear, str]:
 def _from_log(log: Path, given: LogPlan) -> tuple[Linear, str]:
     from kvreclaim.plan.cards import find_card
     from kvreclaim.schedule import Footprint
-    from kvreclaim.sim.fit_log import fit_log
-    from kvreclaim.sim.log import read_log
+    from kvreclaim.sim.fit_log import fit_log, read_log
     from kvreclaim.sim.options import ReplicaOptions
     from kvreclaim.sim.settings import Settings
 

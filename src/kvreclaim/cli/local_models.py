@@ -1,22 +1,28 @@
-"""Models that lie in the cache directory, for `run`, `ls` and `rm`."""
+"""Models in the cache directory, listed by `kvreclaim ls` and deleted by `kvreclaim rm`."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from kvreclaim.checks import is_int
-from kvreclaim.errors import KVReclaimError
+import typer
+
+from kvreclaim.checks import is_int, require
+from kvreclaim.cli.config_options import with_config
+from kvreclaim.errors import InvalidArgumentError, KVReclaimError, printable
 from kvreclaim.model.gguf_index import rope_scaling
 from kvreclaim.model.position_limit import position_limit
 from kvreclaim.model.quantized.copy_file import CopyFile, copy_files
 from kvreclaim.model_paths import (
     SOURCE_FILE,
+    directory_name,
     lacks,
     models_home,
     num_bytes_of,
@@ -25,7 +31,7 @@ from kvreclaim.model_paths import (
     source_of,
     statistics_beside,
 )
-from kvreclaim.temporary import left_over
+from kvreclaim.temporary import left_over, remove_left_over, temporary_directory
 
 UNKNOWN = "?"
 
@@ -198,3 +204,88 @@ def _text_value(config: Mapping[str, Any], key: str) -> Any:
     """A field of the config, or of the language model's within it."""
     inner = config.get("text_config")
     return config.get(key) or (inner.get(key) if isinstance(inner, Mapping) else None)
+
+
+COLUMNS = ("name", "size", "modified", "weights", "context", "statistics")
+
+
+@with_config
+def ls() -> None:
+    """List the models in the cache directory: those of `kvreclaim fetch`, GGUF files, copies of packed
+    weights, and what killed commands left over."""
+    from rich.console import Console
+    from rich.table import Table
+
+    models = local_models()
+    if not models:
+        typer.echo(f"no model is in {models_home()}; `kvreclaim fetch` brings one", err=True)
+        return
+    table = Table(*COLUMNS, box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for model in models:
+        when = datetime.fromtimestamp(model.modified).strftime("%Y-%m-%d %H:%M")
+        size, beside = f"{model.num_bytes / 1e6:,.0f} MB", "yes" if model.has_statistics else "no"
+        table.add_row(*map(printable, (model.name, size, when, model.weights, model.context, beside)))
+    console = Console()
+    if not console.is_terminal:  # one line for each, whoever reads it
+        console.width = 10_000
+    console.print(table, markup=False)
+    for model in models:
+        if model.wrong is not None:
+            typer.echo(printable(f"{model.name}: it {model.wrong}"), err=True)
+
+
+@with_config
+def rm(
+    name: Annotated[str, typer.Argument(help="Name that `kvreclaim ls` prints, or the fetched hub id.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete a model that `kvreclaim fetch` wrote, with its statistics and the copies of its packed
+    weights, or such a copy, or a GGUF file that cannot be read, or what a killed command left over."""
+    model = deletable(name)
+    size = f"{model.num_bytes / 1e6:,.0f} MB"
+    if not yes and not typer.confirm(printable(f"Delete {model.path} ({size})?"), err=True):
+        typer.echo("nothing is deleted", err=True)
+        raise typer.Exit(1)
+    try:
+        _delete(model)
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"{str(model.path)!r} cannot be deleted ({error.strerror}); see to the rights of its folder."
+        ) from error
+    typer.echo(printable(f"{model.name}: {size} freed"))
+
+
+def _delete(model: LocalModel) -> None:
+    """Raises: OSError."""
+    if model.is_left_over:
+        remove_left_over(model.path.parent)
+        return
+    if not model.is_fetched:
+        model.path.unlink()
+        return
+    copies = [each for each in copy_files() if each.source.is_relative_to(model.path.resolve())]
+    with temporary_directory(models_home(), "rm") as made:
+        os.replace(model.path, os.path.join(made, "model"))  # it goes whole, or not at all
+    for copy in copies:
+        copy.path.unlink(missing_ok=True)
+
+
+def deletable(name: str) -> LocalModel:
+    """Raises: InvalidArgumentError for all that kvreclaim did not write and can read."""
+    models = {each: model for model in local_models() for each in (printable(model.name), model.name)}
+    model = models.get(name) or models.get(directory_name(name))
+    fetched = ", ".join(each.name for each in models.values() if each.is_fetched) or "none"
+    require(
+        model is not None,
+        f"{name!r} is no model in {str(models_home())!r}, and nothing else is deleted; fetched models are: "
+        f"{fetched}.",
+        "name",
+    )
+    assert model is not None
+    require(
+        model.is_fetched or model.is_copy or model.is_damaged or model.is_left_over,
+        f"{str(model.path)!r} is no directory that `kvreclaim fetch` wrote, so it is not deleted; fetched "
+        f"models are: {fetched}.",
+        "name",
+    )
+    return model

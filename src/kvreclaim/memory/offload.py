@@ -100,7 +100,7 @@ class ParkingSlots:
     def drop_parked(self, seq_id: int) -> None:
         """Drop a sequence that may be parked, because it has ended or will be recomputed."""
 
-    def pop_swap_outs(self) -> list[Move]:
+    def pop_moves_out(self) -> list[Move]:
         """Return (block, slot) of sequences that were parked since the last call."""
         return []
 
@@ -175,7 +175,7 @@ class OffloadSlots:
     def end_loading(self, seq_id: int) -> None:
         """End the loads of a sequence that has begun, or will not begin."""
 
-    def pop_swap_ins(self) -> list[Move]:
+    def pop_moves_in(self) -> list[Move]:
         """Return (slot, block) pairs to move before anything is computed."""
         return []
 

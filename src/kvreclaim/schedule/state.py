@@ -100,8 +100,8 @@ class StepPlanBuilder(Generic[Seq]):
             failed=tuple(self.failed),
             parked=tuple(parked),
             dropped=tuple(dropped),
-            swap_out=tuple(memory.offload.parking.pop_swap_outs()),
-            swap_in=tuple(memory.offload.pop_swap_ins()),
+            swap_out=tuple(memory.offload.parking.pop_moves_out()),
+            swap_in=tuple(memory.offload.pop_moves_in()),
         )
 
 

@@ -1,20 +1,27 @@
-"""A server in a process of its own."""
+"""Servers in processes of their own: kvreclaim's, llama.cpp's, and vLLM's with its own client."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from time import monotonic
 from urllib.error import URLError
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
+from kvreclaim.bench.common import Row
+from kvreclaim.bench.plans import ServePlan
 from kvreclaim.bench.systems.base import SkipPoint
+from kvreclaim.bench.systems.worker_process import environment
+from kvreclaim.errors import InvalidArgumentError
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 600.0
@@ -80,3 +87,185 @@ def free_port() -> int:
             listener.accept()[0].close()
             client.recv(1)
     return port
+
+
+ANSWER_TIMEOUT_S = 600.0
+
+
+class LlamaCppServer(ServerProcess):
+    """A GGUF file under flash attention, with a slot and a stream for each sequence. No prompt caching.
+
+    binary: made by `make llamacpp-env`; cache_type: of keys and values; max_len: tokens of a sequence
+    """
+
+    def __init__(
+        self, binary: Path, model: Path, *, threads: int, cache_type: str, sequences: int, max_len: int
+    ) -> None:
+        if not binary.is_file():
+            raise InvalidArgumentError(
+                f"llama-server must be next to --llamacpp-python, and {str(binary)!r} is no file; run "
+                "`make llamacpp-env`, or leave llamacpp out of --peers."
+            )
+        port = free_port()
+        options = {
+            "host": HOST,
+            "port": port,
+            "model": model,
+            "threads": threads,
+            "parallel": sequences,
+            "ctx-size": -(-max_len // 256) * 256 * sequences,
+            "cache-type-k": cache_type,
+            "cache-type-v": cache_type,
+            "flash-attn": "on",
+            "cache-ram": 0,
+        }
+        command = [str(binary), "--no-kv-unified"]
+        command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
+        super().__init__("llama-server", command, os.environ, port)
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+        """Greedy tokens of each prompt up to an end token, which ignore_eos would make llama.cpp avoid."""
+        options = {"n_predict": max_tokens, "temperature": 0, "return_tokens": True}
+        answers = []
+        for prompt in prompts:
+            body = json.dumps(options | {"prompt": prompt, "cache_prompt": False}).encode()
+            request = Request(f"{self.url}/completion", body, {"content-type": "application/json"})
+            with urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
+                answers.append([int(token) for token in json.load(answer)["tokens"]])
+        return answers
+
+
+NAME = "measured"
+PROGRAM = "from kvreclaim.cli.main import app; app()"
+
+
+class KvreclaimServer(ServerProcess):
+    """The model of a plan, without prefix caching."""
+
+    def __init__(self, plan: ServePlan) -> None:
+        port = free_port()
+        options = {
+            "model": plan.model,
+            "served-model-name": NAME,
+            "host": HOST,
+            "port": port,
+            "dtype": plan.dtype,
+            "threads": plan.threads,
+            "num-gpu-blocks-override": plan.num_blocks,
+            "max-num-seqs": max(plan.streams),
+            "quantized-activations": plan.activations,
+            "log-format": "text",
+        }
+        if (compression := plan.policy(plan.compress)) is not None:
+            options |= {
+                "kv-compression": compression.policy,
+                "kv-budget": compression.budget,
+                "kv-compression-interval": compression.interval,
+                "kv-recent": compression.recent,
+            }
+        command = [sys.executable, "-c", PROGRAM, "serve", "--no-enable-prefix-caching"]
+        command += [] if plan.spread_compression else ["--no-spread-compression"]
+        command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
+        command += [] if plan.engine_process else ["--no-engine-process"]
+        super().__init__(
+            "kvreclaim serve", command, os.environ | {"OMP_NUM_THREADS": str(plan.threads)}, port
+        )
+
+
+MAIN = ("-m", "vllm.entrypoints.cli.main")
+CLIENT_TIMEOUT_S = 1200.0
+SAMPLE_S = 0.5
+
+
+class VllmServer(ServerProcess):
+    """One server on a free port of this machine.
+
+    options: of `vllm serve`, without the two dashes; None: a flag without a value
+    Raises: SkipPoint if it does not start.
+    """
+
+    def __init__(
+        self,
+        python: Path,
+        threads: int,
+        pool_bytes: int,
+        model: Path,
+        options: Mapping[str, object],
+        *,
+        plugin: bool,
+    ) -> None:
+        self.model, self._command = model, [str(python), *MAIN]
+        self._environment = environment(python, threads, pool_bytes) | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_PLUGINS": "kvreclaim" if plugin else "",
+            "VLLM_LOGGING_LEVEL": "INFO",
+        }
+        port = free_port()
+        given = {"host": HOST, "port": port, "served-model-name": NAME, **options}
+        pairs = (
+            [f"--{name}"] if value is None else [f"--{name}", str(value)] for name, value in given.items()
+        )
+        command = [*self._command, "serve", str(model), "--enforce-eager", *chain(*pairs)]
+        super().__init__("vllm serve", command, self._environment, port)
+
+    def metrics(self) -> dict[str, float]:
+        """Samples of /metrics by name, summed over labels."""
+        found: dict[str, float] = {}
+        with urlopen(f"{self.url}/metrics", timeout=60) as page:
+            for line in page.read().decode().splitlines():
+                if line and not line.startswith("#"):
+                    name, value = line.partition("{")[0].partition(" ")[0], line.rpartition(" ")[2]
+                    found[name] = found.get(name, 0.0) + float(value)
+        return found
+
+    def bench(self, arguments: Sequence[str]) -> Row:
+        """Run `vllm bench serve` to its end. Returns: the file of --save-result. Raises: SkipPoint."""
+        with tempfile.TemporaryDirectory() as folder:
+            command = [*self._command, "bench", "serve", "--model", NAME, "--tokenizer", str(self.model)]
+            command += ["--base-url", self.url, "--disable-tqdm", *arguments]
+            command += ["--save-result", "--result-dir", folder, "--result-filename", "result.json"]
+            try:
+                done = subprocess.run(
+                    command,
+                    env=self._environment,
+                    capture_output=True,
+                    text=True,
+                    timeout=CLIENT_TIMEOUT_S,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                raise SkipPoint(f"`vllm bench serve` took longer than {CLIENT_TIMEOUT_S:.0f} s") from None
+            if done.returncode != 0:
+                raise SkipPoint(f"`vllm bench serve` failed: {done.stderr.strip()[-500:]}")
+            result: Row = json.loads(Path(folder, "result.json").read_text(encoding="utf-8"))
+            return result
+
+
+class Gauges:
+    """Reads gauges of a server twice a second during its block. values: by name, at moments with a running
+    request; at_s: these moments, in seconds since the first"""
+
+    def __init__(self, server: VllmServer, running: str, names: Sequence[str]) -> None:
+        self.server, self.running, self.names = server, running, names
+        self.values: dict[str, list[float]] = {name: [] for name in names}
+        self.at_s: list[float] = []
+        self._stop = Event()
+        self._thread = Thread(target=self._read)
+
+    def __enter__(self) -> Gauges:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _read(self) -> None:
+        started: float | None = None
+        while not self._stop.wait(SAMPLE_S):
+            found = self.server.metrics()
+            if found[self.running]:
+                started = started or monotonic()
+                self.at_s.append(monotonic() - started)
+                for name in self.names:
+                    self.values[name].append(found[name])

@@ -140,7 +140,7 @@ class Offload(Extension):
 
     def load_now(self) -> None:
         """Carry out the memory's loads outside of a step."""
-        self.moves.load(self.below.pop_swap_ins())
+        self.moves.load(self.below.pop_moves_in())
 
     def bring_up(self, keys: BlockKeys) -> None:
         """Read the blocks of these keys that only the disk has, and wait for them."""

@@ -158,7 +158,7 @@ class SnapshotStore(Extension):
             return
         try:
             self.park(parked)
-            self.moves.out(self.scheduler.memory.offload.parking.pop_swap_outs())
+            self.moves.out(self.scheduler.memory.offload.parking.pop_moves_out())
         except Exception:
             logger.exception("moving %d compressed prefixes to the host failed", len(parked))
             self.forget(parked)

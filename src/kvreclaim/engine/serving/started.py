@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from types import TracebackType
 
 from kvreclaim.engine.serving.channel import Channel, new_bell
 
@@ -50,12 +49,7 @@ class StartedProcess:
     def __enter__(self) -> StartedProcess:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.end()
 

@@ -57,7 +57,7 @@ class DiskPrefixes:
 
     def invalidate(self, seq_id: int, keys: BlockKeys) -> None:
         """Nothing finds the sequence's blocks on disk any more."""
-        self.disk.forget(keys, len(self._above.host.followed.get(seq_id, ())))
+        self.disk.forget(keys, len(self._above.tier.followed.get(seq_id, ())))
         self.disk.tier.invalidate(seq_id)
         if self._states is not None:
             self._states.forget(keys)
@@ -71,7 +71,7 @@ class DiskPrefixes:
     def offer(self) -> None:
         """Write filled slots of the host that the disk lacks."""
         for seq_id, known in self.disk.tier.followed.items():
-            self._offer(self._full.tables[seq_id], known, self._above.host.followed.get(seq_id, []))
+            self._offer(self._full.tables[seq_id], known, self._above.tier.followed.get(seq_id, []))
 
     def _offer(self, table: BlockTable, known: list[Entry], above: list[Entry]) -> None:
         """Write the blocks of a sequence that the host holds and the disk does not."""
@@ -87,7 +87,7 @@ class DiskPrefixes:
                 known.append(entry)
                 parent = entry
                 continue
-            is_live = self._above.host.pool.index.is_live(above[i])
+            is_live = self._above.tier.pool.index.is_live(above[i])
             if (met > 1 and self._above.met[key.digest] < met) or not is_live:
                 return
             parent = self.disk.store(table.keys, i, parent, above[i]) if entry is None else entry
@@ -101,7 +101,7 @@ class DiskPrefixes:
         most = min(keys.num_tokens - 1, max_tokens)
         size = self._full.block_size
         here, limit = self._full.prefix.match(keys, max_tokens).entries, most // size
-        above, below = self._above.host.run(keys, limit), self.disk.tier.run(keys, limit)
+        above, below = self._above.tier.run(keys, limit), self.disk.tier.run(keys, limit)
         if self._states is not None:
             goal = self._states.num_useful(keys, limit, here, above, below)
         else:

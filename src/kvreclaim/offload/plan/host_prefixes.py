@@ -23,7 +23,7 @@ class HostPrefixes:
 
     Args:
         full:          the group of these blocks
-        host:          the slots
+        tier:          the slots
         disk:          slots of a file below them; None: there is none
         states:        of recurrent layers, behind some of these blocks; None: blocks need none
         store_after:   times that a block must have been met before it is stored, 1 for at once
@@ -35,7 +35,7 @@ class HostPrefixes:
     def __init__(
         self,
         full: FullAttentionGroup,
-        host: Tier,
+        tier: Tier,
         disk: Tier | None,
         states: HostStates | None,
         *,
@@ -44,8 +44,8 @@ class HostPrefixes:
         count_to: int,
         races: bool,
     ) -> None:
-        self.host, self.states = host, states
-        self._tiers = (host,) if disk is None else (host, disk)
+        self.tier, self.states = tier, states
+        self._tiers = (tier,) if disk is None else (tier, disk)
         self.num_unstored = 0
         """Times that a block found no slot."""
         self.met: Counter[bytes] = Counter()
@@ -66,7 +66,7 @@ class HostPrefixes:
         """The match with the host's slots behind it, `limit` blocks at most in all."""
         if len(match.entries) == limit:
             return match
-        run = self.host.run(match.keys, limit)
+        run = self.tier.run(match.keys, limit)
         if self.states is not None:
             return self.states.best(match, whole, run)
         return replace(match, lower=tuple(run[len(match.entries) :]))
@@ -87,7 +87,7 @@ class HostPrefixes:
             return
         slots = [entry.block for entry in match.lower]
         for slot in slots:
-            self.host.pool.touch(slot)
+            self.tier.pool.touch(slot)
         self._reading += slots
         blocks = self._pool.allocate(len(slots))
         self.loads += zip(slots, blocks, strict=True)
@@ -105,7 +105,7 @@ class HostPrefixes:
         if not self._races or table.chain is None or table.physical_len != len(table.block_ids) * size:
             return 0
         limit = min(table.keys.num_tokens - 1, max_tokens) // size
-        found = self.host.run(table.keys, limit)[known : known + self._pool.num_free]
+        found = self.tier.run(table.keys, limit)[known : known + self._pool.num_free]
         if not found:
             return 0
         self._load(table, PrefixMatch(table.keys, tuple(table.entries), "", tuple(found)))
@@ -117,7 +117,7 @@ class HostPrefixes:
         for tier in self._tiers:
             tier.follow(seq_id, table)
         if self.states is not None:
-            self.states.met(table, self.host.followed[seq_id])
+            self.states.met(table, self.tier.followed[seq_id])
 
     def fork(self, parent_id: int, child_id: int) -> None:
         """Let the child reference its parent's slots."""
@@ -143,17 +143,17 @@ class HostPrefixes:
 
     def offer(self, seq_id: int, table: BlockTable) -> None:
         """Give slots to the exact full blocks of a sequence that lack one, as long as slots are free."""
-        known = self.host.followed.get(seq_id)
+        known = self.tier.followed.get(seq_id)
         if known is None:
             return
         last = min(len(table.entries), self._last_stored.get(seq_id, len(table.entries)))
         self._note_met(seq_id, table, last)
-        first, index = len(known), self.host.pool.index
-        link = known[-1] if known else self.host.root(table.keys.salt)
+        first, index = len(known), self.tier.pool.index
+        link = known[-1] if known else self.tier.root(table.keys.salt)
         for i in range(first, last):
             entry = index.find(link, table.keys[i])
             if entry is not None:
-                self.host.pool.hit([entry.block], table.priority)
+                self.tier.pool.hit([entry.block], table.priority)
             elif (entry := self._store(table, i, link)) is None:
                 break
             known.append(entry)
@@ -164,7 +164,7 @@ class HostPrefixes:
     def _store(self, table: BlockTable, i: int, link: Link) -> Entry | None:
         """Give a referenced slot to block i of a table, behind this entry of the host; None if none is free,
         or the block is not to be stored yet."""
-        key, pool = table.keys[i], self.host.pool
+        key, pool = table.keys[i], self.tier.pool
         met_enough = self._store_after <= 1 or self.met[key.digest] >= self._store_after
         if not met_enough or not pool.index.is_live(link):
             return None
@@ -186,12 +186,12 @@ class HostPrefixes:
         for i in range(self._num_met.get(seq_id, 0), last):
             self.met[table.keys[i].digest] += 1
         self._num_met[seq_id] = last
-        if len(self.met) > 4 * self.host.pool.num_blocks:
+        if len(self.met) > 4 * self.tier.pool.num_blocks:
             self.met = Counter({digest: count // 2 for digest, count in self.met.items() if count > 1})
 
     # Moves.
 
-    def pop_swap_ins(self) -> list[Move]:
+    def pop_moves_in(self) -> list[Move]:
         """(slot, block); of two loads into one block, which changed hands in this step, the last."""
         loads, self.loads = self.loads, []
         return [(slot, block) for block, slot in {block: slot for slot, block in loads}.items()]
@@ -208,18 +208,18 @@ class HostPrefixes:
     def forget_slots(self, slots: Sequence[int]) -> None:
         """Forget slots that could not be written: nothing finds them any more."""
         for slot in slots:
-            self.host.pool.unindex(slot)
+            self.tier.pool.unindex(slot)
 
     def release_copy_sources(self) -> None:
         """The loads are made."""
-        self.host.pool.release(reversed(self._reading))
+        self.tier.pool.release(reversed(self._reading))
         self._reading.clear()
 
     # Slots that hold the very bytes of a block.
 
     def is_twin(self, entry: Entry, above: Entry) -> bool:
         """Whether a host slot holds the very bytes of the pool's block of this entry."""
-        return self.host.pool.index.is_live(entry) and above.serial in self.twins.get(entry.block, ())
+        return self.tier.pool.index.is_live(entry) and above.serial in self.twins.get(entry.block, ())
 
     def note_twins(self, slots: Sequence[int | None], table: BlockTable) -> None:
         """The table's blocks are filled from these slots."""
@@ -234,4 +234,4 @@ class HostPrefixes:
 
     def references(self) -> Counter[int]:
         """References of running sequences and loads to host slots; for checks."""
-        return Counter(self._reading) + self.host.references()
+        return Counter(self._reading) + self.tier.references()

@@ -20,12 +20,12 @@ from kvreclaim.offload.plan.states import HostStates
 class ParkedSequences(ParkingSlots):
     """Keeps the content of sequences without blocks in host slots.
 
-    The moves of a parked sequence are in `pop_swap_outs`: block to slot, before anything else in a step. The
-    moves of a resumed one are in `pop_swap_ins`.
+    The moves of a parked sequence are in `pop_moves_out`: block to slot, before anything else in a step. The
+    moves of a resumed one are in `pop_moves_in`.
 
     Args:
         full:       the group of these blocks
-        host:       prefixes below, which parked sequences share
+        prefixes:   on the host, which parked sequences share
         max_parked: slots that parked sequences may have for themselves; None: all
         states:     of recurrent layers, parked with the blocks; None: the model has none
         on_host:    slots for the states of sequences that never run; at most half of them are for these
@@ -34,18 +34,18 @@ class ParkedSequences(ParkingSlots):
     def __init__(
         self,
         full: FullAttentionGroup,
-        host: HostPrefixes,
+        prefixes: HostPrefixes,
         max_parked: int | None,
         states: RecurrentGroup | None,
         on_host: HostStates | None,
     ) -> None:
-        self.max_parked = host.host.pool.num_blocks if max_parked is None else max_parked
+        self.max_parked = prefixes.tier.pool.num_blocks if max_parked is None else max_parked
         self.num_resumed_blocks = 0
         """Blocks that were moved back."""
         self._full, self._pool, self._size = full, full.pool, full.block_size
         self._states, self._on_host = states, on_host
         self._state_slots: dict[int, int] = {}
-        self._host, self._slots = host, host.host.pool
+        self._prefixes, self._slots = prefixes, prefixes.tier.pool
         self._parked: dict[int, Parked] = {}
         self._resumed: dict[int, Parked] = {}
         self._own: Counter[int] = Counter()
@@ -93,9 +93,9 @@ class ParkedSequences(ParkingSlots):
         computed by another one, may have been rounded otherwise."""
         slots: list[int] = []
         for i, entry in enumerate(
-            self._host.host.followed.get(seq_id, ()) if table.chain is not None else ()
+            self._prefixes.tier.followed.get(seq_id, ()) if table.chain is not None else ()
         ):
-            if not self._is_own(table, i) or not self._host.is_twin(entry, table.entries[i]):
+            if not self._is_own(table, i) or not self._prefixes.is_twin(entry, table.entries[i]):
                 break
             slots.append(entry.block)
         return slots
@@ -106,7 +106,7 @@ class ParkedSequences(ParkingSlots):
         return table.entries[i].block == table.block_ids[i]
 
     def park(self, seq_id: int) -> bool:
-        """Let a sequence give its blocks back and keep what they hold, which is to be moved (`pop_swap_outs`)
+        """Let a sequence give its blocks back and keep what they hold, which is to be moved (`pop_moves_out`)
         before anything is written; blocks that others have left in this step, too, are moved once. Returns:
         whether there were slots; if not, nothing has changed.
 
@@ -129,13 +129,13 @@ class ParkedSequences(ParkingSlots):
                 self._slots.touch(self._leaving[block])
         slots = self._slots.allocate(len(new))
         self._leaving.update(zip(new, slots, strict=True))
-        self._host.forget_twins(slots)
+        self._prefixes.forget_twins(slots)
         own = tuple(None if block is None else self._leaving[block] for block in rest)
         root = self._pool.index.root(None).serial
         self._parked[seq_id] = parked = Parked(table, (*below, *own), len(below), root)
         self._own.update(parked.own)
         if table.chain is not None:
-            self._host.note_twins(parked.slots, table)
+            self._prefixes.note_twins(parked.slots, table)
         self._free(seq_id)
         return True
 
@@ -188,7 +188,7 @@ class ParkedSequences(ParkingSlots):
         if self._states is not None:
             self._states.enter(seq_id, parked=True)
         own = self._slots.allocate(num_own)
-        self._host.forget_twins(own)
+        self._prefixes.forget_twins(own)
         supply = iter(own)
         slots = tuple(None if block is None else next(supply) for block in held)
         root = self._pool.index.root(None).serial
@@ -205,7 +205,7 @@ class ParkedSequences(ParkingSlots):
             return PrefixMatch(table.keys, (), "")
         match = self._full.prefix.match(table.keys, table.physical_len)
         pairs = zip(match.entries, parked.held, strict=False)
-        same = takewhile(lambda pair: pair[0].serial in self._host.twins.get(pair[1], ()), pairs)
+        same = takewhile(lambda pair: pair[0].serial in self._prefixes.twins.get(pair[1], ()), pairs)
         return replace(match, entries=match.entries[: len(list(same))])
 
     def num_to_resume(self, seq_id: int, match: PrefixMatch, others: Sequence[int] = ()) -> int:
@@ -253,12 +253,12 @@ class ParkedSequences(ParkingSlots):
             if self._goes_on(parked):
                 back.chain = match.entries[-1] if num_hit else self._pool.index.root(table.keys.salt)
                 self._full.prefix.enter_full_blocks(back, num_hit)
-                self._host.note_twins(parked.slots, back)
+                self._prefixes.note_twins(parked.slots, back)
         self._full.add(seq_id, back)
         if self._states is not None:
             self._states.resume(seq_id)
         if back.chain is not None:
-            self._host.follow(seq_id, back)
+            self._prefixes.follow(seq_id, back)
 
     def _load_parked(self, parked: Parked, first: int) -> list[int | None]:
         """Blocks for its entries from there on, to be filled from its slots; a full one that is filled for
@@ -275,7 +275,7 @@ class ParkedSequences(ParkingSlots):
                 continue
             blocks.append(block := next(supply))
             self.num_resumed_blocks += 1
-            self._host.loads.append((slot, block))
+            self._prefixes.loads.append((slot, block))
             if i < full:
                 self._coming[slot] = block
         return blocks
@@ -285,7 +285,7 @@ class ParkedSequences(ParkingSlots):
         self._full.free(seq_id, self._full.tables[seq_id])
         if self._states is not None:
             self._states.park(seq_id)
-        self._host.free(seq_id)
+        self._prefixes.free(seq_id)
         self.freed()
 
     def freed(self) -> None:
@@ -321,7 +321,7 @@ class ParkedSequences(ParkingSlots):
         """The loads of this step are taken: they are shared no more."""
         self._coming.clear()
 
-    def pop_swap_outs(self) -> list[Move]:
+    def pop_moves_out(self) -> list[Move]:
         outs = list(self._leaving.items())
         self._leaving.clear()
         return outs

@@ -46,8 +46,8 @@ class TieredOffload(OffloadSlots):
 
     Integers only: the caller carries out the moves, each of which is handed out once.
 
-    - `parking.pop_swap_outs`: block to slot, before anything else in a step
-    - `pop_swap_ins`: slot to block, before anything is computed; `release_copy_sources` says they are made
+    - `parking.pop_moves_out`: block to slot, before anything else in a step
+    - `pop_moves_in`: slot to block, before anything is computed; `release_copy_sources` says they are made
     - `pop_stores`: block to slot, after commits and before the blocks change; `stored` says they are made
     - `disk.take_transfers`: between slots
 
@@ -225,9 +225,9 @@ class TieredOffload(OffloadSlots):
         if self.on_disk is not None:
             self.on_disk.end_loading(seq_id)
 
-    def pop_swap_ins(self) -> list[Move]:
+    def pop_moves_in(self) -> list[Move]:
         self.parking.loaded()
-        return self.prefixes.pop_swap_ins()
+        return self.prefixes.pop_moves_in()
 
     def pop_stores(self) -> list[Move]:
         return self.prefixes.pop_stores()

@@ -16,8 +16,8 @@ import os
 import re
 import stat
 import time
+from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final
 
 from kvreclaim.checks import require
@@ -80,9 +80,7 @@ class StoreDirectory:
     def __enter__(self) -> StoreDirectory:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -244,7 +242,7 @@ class StoreDirectory:
     def _remove(self, found: Found) -> None:
         """Remove the index first: without its slots it would list missing records."""
         for name in (found.index, found.slots):
-            if self._size(name):
+            with suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=self.fd)
         namespace = os.path.dirname(found.slots)
         if set(self._listed(namespace)) <= {META}:

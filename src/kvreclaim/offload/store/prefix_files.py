@@ -5,6 +5,7 @@ DIR/<namespace>/<name, 64 hex>.prefix
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import stat
@@ -20,6 +21,8 @@ from kvreclaim.offload.store.file_io import FileIO
 from kvreclaim.offload.store.jobs import JobOutcome, outcome_of
 from kvreclaim.offload.store.namespace import Namespace
 from kvreclaim.offload.store.session_file import SessionFile, save_whole
+
+LOGGER = logging.getLogger(__name__)
 
 SUFFIX: Final = ".prefix"
 PREFIX_FILE = re.compile(r"[0-9a-f]{64}\.prefix")
@@ -65,17 +68,20 @@ class PrefixFiles:
         self._folder = self.directory / namespace.hex
 
     def scan(self) -> dict[str, int]:
-        """Remove files above the share and return this namespace's names with their bytes. Unreadable files
-        are omitted."""
-        with suppress(OSError, InvalidArgumentError), StoreDirectory(self.directory, PATIENCE_S):
-            self._remove_left_over()
-            self._make_room(0)
-            return {
-                found.path.stem: found.num_bytes
-                for found in self._all()
-                if found.path.parent.name == self.namespace.hex
-            }
-        return {}
+        """Remove files above the share and return this namespace's names with their bytes: none, with a
+        warning, where the directory cannot be read or stays locked."""
+        try:
+            with StoreDirectory(self.directory, PATIENCE_S):
+                self._remove_left_over()
+                self._make_room(0)
+                return {
+                    found.path.stem: found.num_bytes
+                    for found in self._all()
+                    if found.path.parent.name == self.namespace.hex
+                }
+        except (OSError, InvalidArgumentError) as error:
+            LOGGER.warning("compressed prefixes on disk are not used again, they cannot be listed: %s", error)
+            return {}
 
     def store(self, name: str, file: SessionFile) -> tuple[JobOutcome, int, list[str]]:
         """Returns: the outcome, the bytes written, and this namespace's names removed for it."""
@@ -92,8 +98,6 @@ class PrefixFiles:
             return JobOutcome.DROPPED, num_bytes, gone
         except OSError as error:
             return outcome_of(error), num_bytes, gone
-        except ValueError:  # the disk accepts no more data
-            return JobOutcome.SHORT, num_bytes, gone
         return JobOutcome.OK, num_bytes, gone
 
     def load(self, name: str, is_it: Callable[[SessionFile], bool]) -> SessionFile | JobOutcome:

@@ -168,13 +168,16 @@ class PrefixWorkers:
             self._changed.wait_for(lambda: self._done, timeout)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Accept no more tasks, cancel waiting loads, and finish waiting stores in half of the time."""
+        """Accept no more tasks, cancel waiting loads, and finish waiting stores, removals and uses in half of
+        the time; a warning counts those that are left."""
         end = time.monotonic() + timeout
         with self._changed:
             self._is_closing = True
             self._cancel("load", JobOutcome.OFF)
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._queues["store"], timeout / 2)
+            if left := len(self._queues["store"]):
+                LOGGER.warning("%d changes of compressed prefixes on disk are left out: it is too slow", left)
             self._cancel("store", JobOutcome.OFF)
             self._queues["store"].clear()
             self._changed.notify_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -46,7 +47,9 @@ class Packed:
 
     def write(self, fd: int, io: FileIO) -> None:
         """Write from the file's beginning. Raises: OSError."""
-        _move(lambda parts, at: io.pwritev(fd, parts, at), [memoryview(self.header), *self.data], 0)
+        parts = [memoryview(self.header), *self.data]
+        if not _move(lambda parts, at: io.pwritev(fd, parts, at), parts, 0):
+            raise OSError(errno.EIO, "the disk takes no more bytes of the file, and reports no error")
 
 
 def pack(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Packed:
@@ -74,7 +77,7 @@ def read(fd: int, io: FileIO) -> tuple[dict[str, str], dict[str, Tensor]]:
     for name, (dtype, shape, _) in sorted(places.items(), key=lambda each: each[1][2]):
         tensors[name] = torch.empty(shape, dtype=dtype)
         parts.append(bytes_of(tensors[name]))
-    _move(lambda parts, at: io.preadv(fd, parts, at), parts, first)
+    _read(fd, io, parts, first)
     return metadata, tensors
 
 
@@ -86,12 +89,12 @@ def read_header(fd: int, io: FileIO) -> tuple[dict[str, str], Places, int]:
     """Return metadata, the tensors' positions, and the start of the data. Raises: MalformedError, OSError."""
     size = os.fstat(fd).st_size
     prefix = bytearray(8)
-    _move(lambda parts, at: io.preadv(fd, parts, at), [memoryview(prefix)], 0)
+    _read(fd, io, [memoryview(prefix)], 0)
     length = int.from_bytes(prefix, "little")
     if length > min(size - 8, MAX_HEADER_BYTES):
         raise MalformedError(f"its header has {length} bytes, and the file {size}")
     header = bytearray(length)
-    _move(lambda parts, at: io.preadv(fd, parts, at), [memoryview(header)], 8)
+    _read(fd, io, [memoryview(header)], 8)
     try:
         entries = json.loads(header)
         metadata = {str(name): str(value) for name, value in entries.pop(METADATA, {}).items()}
@@ -122,15 +125,21 @@ def _place(entry: Any) -> tuple[torch.dtype, list[int], int]:
     return dtype, shape, start
 
 
-def _move(call: Any, parts: Sequence[memoryview], at: int) -> None:
-    """Repeat a call, which may be partial, until all parts are moved."""
+def _read(fd: int, io: FileIO, parts: Sequence[memoryview], at: int) -> None:
+    if not _move(lambda parts, at: io.preadv(fd, parts, at), parts, at):
+        raise MalformedError("the file ends too early")
+
+
+def _move(call: Any, parts: Sequence[memoryview], at: int) -> bool:
+    """Repeat a call, which may be partial, until all parts are moved; False if it moves nothing before."""
     left = [part for part in parts if part.nbytes]
     while left:
         moved = call(left, at)
         if moved <= 0:
-            raise MalformedError("the file ends too early")
+            return False
         at += moved
         while left and moved >= left[0].nbytes:
             moved -= left.pop(0).nbytes
         if moved:
             left[0] = left[0][moved:]
+    return True

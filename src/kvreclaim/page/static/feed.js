@@ -12,7 +12,7 @@ async function inflate(base64) {
   return new Response(stream).arrayBuffer();
 }
 
-// {owner: Uint16Array, counts: [4] of Uint16Array or null, state: Uint8Array}; see page/cells.py
+// {owner: Uint16Array, counts: [4] of Uint16Array or null, state: Uint8Array}; see page/frames.py
 async function unpack(frame) {
   const buffer = await inflate(frame.cells);
   const num = Math.ceil(frame.shown / frame.group);

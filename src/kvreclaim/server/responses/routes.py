@@ -1,4 +1,4 @@
-"""POST /v1/responses, and stored responses under /v1/responses/{response_id}."""
+"""POST /v1/responses, stored responses under /v1/responses/{response_id}, and the schemas of both."""
 
 from __future__ import annotations
 
@@ -6,23 +6,127 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
-from pydantic import Field
+from pydantic import BaseModel, Field
 from pydantic_core import from_json
 from starlette.responses import Response
 
 from kvreclaim.server.base.errors import ApiError
-from kvreclaim.server.base.fields import Responses, ResponseSchema, streamed_body
+from kvreclaim.server.base.fields import KVCacheUsage, Responses, ResponseSchema, streamed_body
 from kvreclaim.server.base.identity import Tenant
 from kvreclaim.server.openai.chat import prompt_of
 from kvreclaim.server.openai.prompts import check_options
-from kvreclaim.server.openai.schemas import ERRORS
+from kvreclaim.server.openai.schemas import (
+    ERRORS,
+    ChatTokenLogprob,
+    CompletionTokensDetails,
+    PromptTokensDetails,
+)
 from kvreclaim.server.responses.answer import ROUTE, ResponseAnswer
 from kvreclaim.server.responses.fields import ResponsesRequest
-from kvreclaim.server.responses.schemas import DeletedResponse, InputItemList, ResponseObject
 from kvreclaim.server.responses.store import Kept, ResponseStore
 from kvreclaim.server.responses.translate import own_names, translated
 from kvreclaim.server.shared.bodies import BodyRoute
 from kvreclaim.server.shared.service import Service, ServiceDep, TenantDep
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(ResponseSchema):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[ChatTokenLogprob]
+
+
+class OutputReasoning(ResponseSchema):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputMessage(ResponseSchema):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: ItemStatus
+    content: list[OutputText]
+
+
+class OutputCall(ResponseSchema):
+    id: str
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    status: ItemStatus
+
+
+class ReasoningOutput(ResponseSchema):
+    """summary: always empty"""
+
+    id: str
+    type: Literal["reasoning"]
+    status: ItemStatus
+    summary: list[Any]
+    content: list[OutputReasoning]
+
+
+class InputTokensDetails(PromptTokensDetails):
+    cache_write_tokens: int
+
+
+class ResponseUsage(ResponseSchema):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: CompletionTokensDetails
+    total_tokens: int
+    kv_cache: KVCacheUsage
+
+
+class IncompleteDetails(ResponseSchema):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseFailure(ResponseSchema):
+    """invalid_prompt: contradicting options of the request"""
+
+    code: Literal["server_error", "invalid_prompt"]
+    message: str
+
+
+class ResponseObject(BaseModel):
+    """Has the request's settings besides these fields, with defaults.
+
+    store: whether it is stored
+    usage: null if a stream failed
+    """
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["completed", "incomplete", "failed"]
+    error: ResponseFailure | None
+    incomplete_details: IncompleteDetails | None
+    model: str
+    output: list[OutputMessage | OutputCall | ReasoningOutput]
+    store: bool
+    usage: ResponseUsage | None
+
+
+class DeletedResponse(BaseModel):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+class InputItemList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
 STREAMED = streamed_body(ResponseObject, "`event:` and `data:` lines; the last event has the response")
