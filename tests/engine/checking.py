@@ -58,7 +58,7 @@ def check_sibling(make_llm, config, still=None, *, block_size=8, num_cached=64, 
     prompts = [shared + tail for tail in tiny.prompts((6, 6), seed=10)]
     results = []
     for neighbour in (still, config):
-        llm = make_llm(block_size=block_size, max_num_batched_tokens=128, **options)
+        llm = make_llm(block_size=block_size, **{"max_num_batched_tokens": 128, **options})
         llm.generate(shared, SamplingParams(temperature=0.0, max_tokens=1))
         outputs = llm.generate(prompts, GREEDY, [None, neighbour])
         assert outputs[0].metrics.num_cached_tokens == 64
