@@ -52,7 +52,7 @@ def test_rows_are_counted():
     again = pool.take(8)
     assert not set(again.tolist()) & set(rows[:2].tolist())
     pool.check([rows[:2], again])
-    with pytest.raises(AssertionError, match="without references"):
+    with pytest.raises(AssertionError, match="differ from their holders"):
         pool.check([again])
 
 
