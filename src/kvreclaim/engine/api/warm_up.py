@@ -39,6 +39,8 @@ class PromptEngine(Protocol):
 
     def add_prompt(self, prompt: Any, sampling_params: Any, compression: Any = None, /) -> Request: ...
 
+    def resolved(self, config: CompressionConfig) -> CompressionConfig: ...
+
     def close(self) -> None: ...
 
 
@@ -62,13 +64,16 @@ def warm_up(
     length = num_prompt + MAX_TOKENS
     options |= {"num_blocks": 4 * blocks_for(length + SHORT, config.block_size), "max_model_len": length}
     small = EngineConfig.from_options({**options, "max_num_seqs": 2, "enforce_eager": True})
-    if compression is not None and isinstance(compression.budget, int):
-        compression = replace(compression, budget=min(compression.budget, num_prompt // 2))
     greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     drawn = replace(greedy, temperature=1.0, top_p=0.9, seed=0)
     prompt = [1 + i % (loaded.vocab_size - 1) for i in range(num_prompt)]
     try:
         engine = make(small)
+        if compression is not None:
+            compression = engine.resolved(compression)
+            if not compression.is_of_prompt:
+                most = max(num_prompt // 2, compression.sinks + compression.recent + config.block_size)
+                compression = replace(compression, budget=min(compression.budget, most))
         requests = [engine.add_prompt(prompt, greedy, compression)]
         requests.append(engine.add_prompt(prompt[:SHORT], drawn))
         with tqdm(desc="compiling kernels", unit="step", disable=None, leave=False) as bar:
