@@ -40,21 +40,6 @@ class Chatter(Guess):
         return TaskScore(0, 1)
 
 
-@pytest.fixture(scope="module")
-def model(tiny_dir):
-    return tiny_dir("llama")
-
-
-@pytest.fixture(scope="module")
-def llm(model):
-    return LLM(model, dtype="float32", device="cpu", num_blocks=100)
-
-
-@pytest.fixture(scope="module")
-def report(llm):
-    return evaluate(llm, POLICIES, [0.5, 0.3], [Guess()], seeds=[0, 1], **SMALL)
-
-
 def direct(llm, policy: str, fraction: float) -> list[SimpleNamespace]:
     """The same cells by LLM.score, one example at a time."""
     found = []

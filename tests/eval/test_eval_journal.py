@@ -88,21 +88,6 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
         Journal(tmp_path / "file" / "below")
 
 
-@pytest.fixture(scope="module")
-def model(tiny_dir):
-    return tiny_dir("llama")
-
-
-@pytest.fixture(scope="module")
-def llm(model):
-    return LLM(model, dtype="float32", device="cpu", num_blocks=100)
-
-
-@pytest.fixture(scope="module")
-def report(llm):
-    return evaluate(llm, POLICIES, [0.5, 0.3], [Guess()], seeds=[0, 1], **SMALL)
-
-
 class Killed(Exception):
     """Stands for a kill."""
 

@@ -96,11 +96,6 @@ class Asked(Guess):
         return replace(item, compress_at=len(item.prompt) - QUESTION)
 
 
-@pytest.fixture(scope="module")
-def llm(tiny_dir):
-    return LLM(tiny_dir("llama"), dtype="float32", device="cpu", num_blocks=100)
-
-
 def test_a_cell_is_what_an_engine_says_that_compresses_there(llm):
     item = Asked().item(0, 0)
     prompt = {"prompt_token_ids": list(item.prompt), "compress_prompt_at": item.compress_at}

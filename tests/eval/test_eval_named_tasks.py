@@ -18,16 +18,6 @@ from kvreclaim.eval.runner import BatchRunner
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.fixture(scope="module")
-def model(tiny_dir):
-    return tiny_dir("llama")
-
-
-@pytest.fixture(scope="module")
-def llm(model):
-    return LLM(model, dtype="float32", device="cpu", num_blocks=100)
-
-
 def test_text_tasks_run_from_generated_text(tmp_path):
     path = tiny.save_model("llama", tmp_path, max_position_embeddings=4096)
     llm = LLM(path, dtype="float32", device="cpu", num_blocks=500)
