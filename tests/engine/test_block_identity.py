@@ -100,7 +100,7 @@ OPTIONS: dict[str, Same] = {
     "preemption_victim": Same("lru"),
     "kv_offloading_write_policy": Same("write_through_selective", beside=OFFLOAD),
     "kv_offload_decode": Same(False, beside=OFFLOAD),
-    "kv_offloading_disk_path": Same("disk", beside=OFFLOAD),
+    "kv_offloading_disk_path": Same("disk", beside=(*OFFLOAD, ("kv_offloading_disk_size", 8 * MIB))),
     "kv_offloading_disk_size": Same(9 * MIB, beside=DISK),
     "kv_load_policy": Same("race", beside=DISK),
     "kv_load_timeout": Same(0.0, beside=DISK),

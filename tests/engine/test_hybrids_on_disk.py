@@ -98,7 +98,7 @@ def test_a_state_that_the_host_has_lost(tiny_dir, expected, tmp_path) -> None:
     facts = load(tiny_dir("lfm2"), tmp_path / "0").engine.loaded.facts
     fraction = 1.5 * facts.state_bytes / (0.01 * GIB)
     options = {"kv_offloading_state_fraction": fraction, "kv_offload_decode": False}
-    llm = load(tiny_dir("lfm2"), tmp_path / "1", kv_offloading_disk_size=1.0, **options)
+    llm = load(tiny_dir("lfm2"), tmp_path / "1", kv_offloading_disk_size=0.25, **options)
     asked(llm, PROMPTS)
     again = [PROMPTS[2], PROMPTS[0], PROMPTS[2], PROMPTS[1]]
     found = asked(llm, again)
