@@ -125,8 +125,6 @@ bench: setup bench_models/qwen3-26m
 	$(KVB) decode --threads $(THREADS) --peers $(PEERS) --contexts 1024,16384 --batches 1,8 --limit-s 30 \
 		--json $(RESULTS)/decode-26m-short.json
 	$(SCRIPT) compress --threads $(THREADS) --json $(RESULTS)/compress-26m.json
-	$(KVB) memory --threads $(THREADS) --requests 10 --prompt 512 --output 1024 --pool 2 \
-		--budget 256 --json $(RESULTS)/memory-26m-short.json
 	$(SCRIPT) tiers --threads $(THREADS) --json $(RESULTS)/tiers-26m.json
 	OMP_NUM_THREADS=1 $(BIN)/kvreclaim bench serve --arrivals 60 --json $(RESULTS)/serve-26m.json
 
@@ -136,7 +134,6 @@ bench-full: setup bench_models/qwen3-26m bench_models/qwen3-0.6b
 	$(KVB) decode --threads $(THREADS) --peers $(PEERS) --limit-s 300 --model bench_models/qwen3-0.6b \
 		--contexts 1024,8192 --batches 1,8 --json $(RESULTS)/decode-0.6b.json
 	$(SCRIPT) compress --threads $(THREADS) --model bench_models/qwen3-0.6b --json $(RESULTS)/compress-0.6b.json
-	$(KVB) memory --threads $(THREADS) --json $(RESULTS)/memory-26m.json
 	$(BIN)/python -m benchmarks plot_decode $(RESULTS)/decode-26m.json $(RESULTS)/decode-0.6b.json --out docs/decode_speed.png
 
 # vLLM with and without the plugin, by vLLM's own client: requests sent at once (40 minutes), goodput at equal memory and

@@ -1,45 +1,17 @@
-"""`bench memory` on the demo model, and what all benchmarks share."""
+"""What all benchmarks share."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 from typer.testing import CliRunner
 
 from kvreclaim import CompressionConfig, demo_model
-from kvreclaim.bench import memory
 from kvreclaim.bench.common import alternate
 from kvreclaim.bench.decode_plan import DecodePlan
 from kvreclaim.bench.host_steps import PartTimer, timers
-from kvreclaim.bench.plans import LosslessPlan, MemoryPlan, ServePlan, SpeedPlan, VllmPlan
+from kvreclaim.bench.plans import LosslessPlan, ServePlan, SpeedPlan, VllmPlan
 from kvreclaim.cli.main import app
 from kvreclaim.errors import InvalidArgumentError
-
-runner = CliRunner()
-COMMON = ("--model", demo_model(), "--threads", 1, "--dtype", "float32")
-
-
-def run(tmp_path, *arguments):
-    file = tmp_path / "result.json"
-    result = runner.invoke(app, ["bench", *map(str, arguments), "--json", str(file)])
-    assert result.exit_code == 0, result.output
-    report = json.loads(file.read_text())
-    assert set(report) >= {"machine", "versions", "commit", "command", "rows"}
-    return report["rows"], result.output
-
-
-def test_memory_counts_requests_at_once(tmp_path):
-    options = ("--requests", 3, "--prompt", 64, "--output", 128, "--pool", 1, "--interval", 16)
-    rows, _ = run(tmp_path, "memory", *COMMON, *options, "--budget", 48, "--policies", "full,streaming_llm")
-    full, compressed = rows
-    assert full["fits_at_once"] == 1
-    assert full["preemptions"] > 0
-    assert compressed["fits_at_once"] == full["num_blocks"] // compressed["blocks_per_request"] > 1
-    assert compressed["ratio_to_full"] == compressed["fits_at_once"]
-    assert compressed["preemptions"] == 0
-    assert compressed["peak_blocks"] <= compressed["num_blocks"]
-    assert memory.memory_table(rows).row_count == 2
 
 
 def test_rounds_begin_with_another_run_each_time():
@@ -64,7 +36,6 @@ def test_timers_are_taken_off_again():
 
 
 WITH_ONE_LENGTH = [
-    (MemoryPlan, {"model": demo_model(), "prompt": 2048}),
     (ServePlan, {"model": demo_model(), "num_prompt": 2048}),
     (DecodePlan, {"model": demo_model(), "contexts": (2048,)}),
     (LosslessPlan, {"contexts": (2048,)}),
@@ -79,7 +50,7 @@ def test_a_share_is_what_the_engine_makes_of_it(plan, fields, share) -> None:
 
 
 def test_a_fifth_is_in_whole_blocks() -> None:
-    assert MemoryPlan(model=demo_model(), prompt=2048, budget="20%").budget == 400
+    assert ServePlan(model=demo_model(), num_prompt=2048, budget="20%").budget == 400
 
 
 @pytest.mark.parametrize(
@@ -101,7 +72,7 @@ def test_a_share_over_several_formats_is_refused() -> None:
         DecodePlan(model=demo_model(), contexts=(2048,), kv_cache_dtypes=("auto", "int8"), budget="20%")
 
 
-@pytest.mark.parametrize("command", ["decode", "memory", "serve", "verify", "vllm"])
+@pytest.mark.parametrize("command", ["decode", "serve", "verify", "vllm"])
 @pytest.mark.parametrize("bad", ["0", "many", "1.5"])
 def test_bad_budgets_are_one_sentence(command, bad) -> None:
     with pytest.raises(InvalidArgumentError) as config:

@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from kvreclaim.bench.decode_plan import DecodePlan
-from kvreclaim.bench.plans import MemoryPlan, ServePlan, VllmPlan
+from kvreclaim.bench.plans import ServePlan, VllmPlan
 from kvreclaim.cli.config_options import ConfigOptions, with_config
 from kvreclaim.cli.eval import evaluate
 from kvreclaim.cli.generate import generate
@@ -28,7 +28,7 @@ from kvreclaim.server.base.config import ServerConfig
 
 runner = CliRunner()
 CONFIGS = (EngineConfig, SamplingParams, CompressionSettings, ServerConfig)
-PLANS = (DecodePlan, MemoryPlan, ServePlan, VllmPlan, EvalPlan, TaskOptions)
+PLANS = (DecodePlan, ServePlan, VllmPlan, EvalPlan, TaskOptions)
 WORDS: dict[str, str] = {"eviction_policy": "slru", "kv_cache_dtype": "int8"}
 ALL = [
     pytest.param(config, setting, id=f"{config.__name__}.{setting.name}")

@@ -13,7 +13,7 @@ import torch
 from kvreclaim import LLM, CompressionConfig, SamplingParams, demo_model
 from kvreclaim.engine.speculative.drafter import Seen, propose
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.eval.demo_tasks import documents
+from kvreclaim.eval.demo_tasks import DEMO_TASKS
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 1}
 WAYS = (
@@ -37,6 +37,11 @@ KINDS = (
     SamplingParams(temperature=0.7, seed=1, n=2, allowed_token_ids=list(range(0, 270, 3))),
     SamplingParams(temperature=0.0, allowed_token_ids=list(range(1, 270, 2))),
 )
+
+
+def documents(count: int) -> list[list[int]]:
+    """Prompts of every task of the demo model."""
+    return [list(task.make(512).sample(n).prompt) for task in DEMO_TASKS.values() for n in range(count)]
 
 
 def lookup(tokens: list[int], least: int, most: int, count: int) -> list[int]:
@@ -157,7 +162,7 @@ def test_hits_behind_drafts_hold_what_was_accepted_alone(plain, repeating):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_draft_model_that_is_the_model_is_always_right(temperature):
-    prompts = [prompt for prompt, _ in documents(1)]
+    prompts = documents(1)
     params = SamplingParams(temperature=temperature, seed=4, max_tokens=40, ignore_eos=True)
     target = LLM(demo_model(), num_blocks=400)
     said = {"method": "draft_model", "model": str(demo_model()), "num_speculative_tokens": 5}
@@ -173,7 +178,7 @@ def test_a_draft_model_that_is_the_model_is_always_right(temperature):
 
 
 def test_a_draft_model_with_little_room_drafts_for_whom_there_is_some():
-    prompts = [prompt for prompt, _ in documents(2)]
+    prompts = documents(2)
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     target = LLM(demo_model(), num_blocks=600)
     said = {"method": "draft_model", "model": str(demo_model()), "num_speculative_tokens": 4}
@@ -187,7 +192,7 @@ def test_a_draft_model_with_little_room_drafts_for_whom_there_is_some():
 
 
 def test_a_failing_draft_model_costs_drafts_alone(monkeypatch):
-    prompts = [prompt for prompt, _ in documents(1)]
+    prompts = documents(1)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     target = LLM(demo_model(), num_blocks=400)
     said = {"method": "draft_model", "model": str(demo_model()), "num_speculative_tokens": 4}

@@ -257,7 +257,7 @@ def test_the_loads_share_and_preempt(tiny_dir) -> None:
     [(None, 3422, 6.317764804003336, 35, 80), ("triattention:budget=256,interval=16", 1026, 12.0, 0, 17)],
 )
 def test_a_published_run(policy, steps, crowded, preemptions, held) -> None:
-    """benchmarks/results/memory-26m-short.json: 18 requests of 256 + 1,024 tokens in 320 blocks."""
+    """18 requests of 256 + 1,024 tokens in 320 blocks, as an engine with 26 M parameters counted them."""
     chosen = Footprint() if policy is None else footprint(policy)
     cluster = Cluster(Settings(320, max_num_seqs=18, footprint=chosen), Linear(1.0))
     outcome = cluster.run([SimRequest(0.0, 256, 1024) for _ in range(18)])

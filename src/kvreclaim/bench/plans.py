@@ -127,28 +127,6 @@ class PolicyPlan(ModelPlan):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryPlan(PolicyPlan):
-    """Many long requests in one pool. The pool holds the K/V of `pool_requests` whole ones."""
-
-    kernels: str = option("auto", KERNELS)
-    policies: tuple[str, ...] = option(
-        ("full", "triattention", "query_mixture"), "Policies, comma-separated."
-    )
-    requests: int = option(20, "Requests sent at once.", low=1)
-    prompt: int = option(2048, "Prompt tokens per request.", low=1)
-    output: int = option(8192, "Generated tokens per request.", low=1)
-    pool_requests: int = option(4, "Whole requests whose K/V the pool holds.", low=1, flags=("--pool",))
-
-    @property
-    def length(self) -> int:
-        return self.prompt + self.output
-
-    @property
-    def prompt_lengths(self) -> tuple[int, ...]:
-        return (self.prompt,)
-
-
-@dataclass(frozen=True, kw_only=True)
 class ServePlan(PolicyPlan):
     """Serving over HTTP compared with the engine alone, and with other servers.
 
@@ -270,11 +248,8 @@ class LosslessPlan:
     )
     drafts: int = option(5, "Maximum number of drafts between two verifications.", low=1, high=64)
     tokens: int = option(96, "Tokens that each sequence generates.", low=2)
-    rounds: int = option(3, "Timed rounds, of which medians are shown; 0: only compare answers.", low=0)
+    rounds: int = option(3, "Timed rounds, of which medians are shown.", low=1)
     systems: tuple[str, ...] = option(VERIFY_SYSTEMS, "Systems, comma-separated.")
-    documents: int = option(
-        2, "Documents per task of the demo model, to compare answers first; 0: none.", low=0
-    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", budget_in_tokens(self.budget, self.contexts))
@@ -283,7 +258,7 @@ class LosslessPlan:
         require(not unknown, f"systems holds {unknown!r}; they are {', '.join(map(repr, VERIFY_SYSTEMS))}.")
         require("full" in self.systems, "systems lacks 'full', which the others are compared with; add it.")
         require(
-            all(each > 0 for each in (*self.contexts, *self.batches)),
+            bool(self.contexts and self.batches) and min(*self.contexts, *self.batches) > 0,
             f"contexts is {self.contexts} and batches {self.batches}; pass numbers above 0.",
         )
 

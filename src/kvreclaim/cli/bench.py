@@ -11,7 +11,6 @@ from kvreclaim.bench.plans import (
     KERNELS,
     THREADS,
     LosslessPlan,
-    MemoryPlan,
     ServePlan,
     VllmPlan,
 )
@@ -63,28 +62,13 @@ def decode(
 @bench_app.command("verify")
 @with_config
 def verify(plan: Annotated[LosslessPlan, ConfigOptions(config=LosslessPlan)], json_file: Json = None) -> None:
-    """Compare verify mode with the full and the compressed cache: answers, speed, blocks, bytes."""
+    """Compare verify mode with the full and the compressed cache: speed, blocks, bytes, equal answers."""
     with ready(plan.threads):
-        from kvreclaim.bench import common
-        from kvreclaim.bench.lossless import equality, speed
-        from kvreclaim.eval.demo_tasks import documents, unfinished
+        from kvreclaim.bench import common, lossless
+        from kvreclaim.eval.demo_tasks import unfinished
 
-        compared = equality.run(list(documents(plan.documents))) if plan.documents else []
-        rows = speed.run(plan, common.wide_console(stderr=True), unfinished)
-        tables = [equality.equality_table(compared)] if compared else []
-        tables += [speed.speed_table(rows)] if rows else []
-        publish(rows, tables, json_file, equality=compared)
-
-
-@bench_app.command("memory")
-@with_config
-def memory(plan: Annotated[MemoryPlan, ConfigOptions(config=MemoryPlan)], json_file: Json = None) -> None:
-    """Run long requests in one pool: how many at once, preemptions, time, peak blocks."""
-    with ready(plan.threads):
-        from kvreclaim.bench import common, memory
-
-        rows = memory.run(plan, common.wide_console(stderr=True))
-        publish(rows, [memory.memory_table(rows)], json_file)
+        rows = lossless.run(plan, common.wide_console(stderr=True), unfinished)
+        publish(rows, [lossless.speed_table(rows)], json_file)
 
 
 @bench_app.command("kernels")

@@ -1,6 +1,6 @@
 """The demo model's tasks by name, each in any size from 512 to 4,096 tokens."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvreclaim.checks import require
@@ -96,17 +96,6 @@ DEMO_TASKS: Mapping[str, DemoTask] = {
     )
 }
 """Name -> task."""
-
-
-def documents(
-    count: int, tasks: Sequence[str] = (*DEMO_TASKS,), sizes: Sequence[int] = (512, 768)
-) -> Iterator[tuple[list[int], int]]:
-    """Return documents of each of these tasks, alternating between these sizes: the prompt, and the number of
-    tokens of its answer."""
-    for name in tasks:
-        for n in range(count):
-            example = DEMO_TASKS[name].make(sizes[n % len(sizes)]).sample(n)
-            yield list(example.prompt), len(example.trace)
 
 
 def unfinished(num_tokens: int, count: int) -> list[list[int]]:

@@ -1,5 +1,8 @@
-"""Tokens per second and blocks on the device: full, lossy and verify mode, full caches in the pool or on the
-host. Prompts are computed once; every run finds them in the prefix cache, so only decoding is timed."""
+"""Tokens per second and blocks on the device in full, lossy and verify mode.
+
+Full caches lie in the pool or on the host. Prompts are computed once; every run finds them in the prefix
+cache, so only decoding is timed.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +93,7 @@ def run(plan: LosslessPlan, console: Console, own: Prompts) -> list[Row]:
     Returns: a row for each context, batch and system: tokens_per_s, ratio to "full", device_blocks,
     moved_bytes per token, per_verification, accepted, equal (sequences that draw the full cache's tokens)."""
     rows: list[Row] = []
-    for context in plan.contexts if plan.rounds else ():
+    for context in plan.contexts:
         for batch in plan.batches:
             rows += _measure(plan, context, batch, console, own)
     return rows
@@ -193,6 +196,5 @@ def speed_table(rows: Sequence[Row]) -> Table:
         "drafts accepted": "{accepted:.3f}",
         "sequences as full": "{equal}",
     }
-    first = rows[0] if rows else {}
-    title = "{policy}, budget {budget}, {drafts} drafts at most".format_map(first) if rows else "nothing"
+    title = "{policy}, budget {budget}, {drafts} drafts at most".format_map(rows[0])
     return sheet(title, columns, rows)
