@@ -64,10 +64,10 @@ LIMITS = ("allowed", "bad_words", "bias", "pairs", "nested")
 @dataclass(frozen=True)
 class Setup:
     """An engine. shadow: every attention call is compared, else answers alone; least_shared: tokens that are
-    worth waiting for while others compute them; windows: the family of a model some of whose layers have
-    them; plain_windows: these keep fp32; drafts: tokens that are guessed for a sequence at most; on_host: the
-    blocks lie in host memory; conversations: turns go on from what earlier ones have kept; hybrid: the family
-    of a model some of whose layers are recurrent; state_checkpoints, state_interval, host_states: of these;
+    worth waiting for while others compute them; windows: a model family with sliding windows in some layers;
+    plain_windows: these keep fp32; drafts: tokens that are guessed for a sequence at most; on_host: the
+    blocks lie in host memory; conversations: turns go on from what earlier ones have kept; hybrid: a model
+    family with some recurrent layers; state_checkpoints, state_interval, host_states: of these;
     broken_copies: of states to and from the host every so many fail."""
 
     kv_format: str = "fp32"
