@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as ListLike
-from typing import Any
 
 from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.together import choose_together, tried
 from kvreclaim.engine.compact.blocks import Blocks
 from kvreclaim.engine.compact.cells import UnevenPass
 from kvreclaim.engine.compact.compact import Compact
@@ -39,12 +39,15 @@ class CompressionPass:
             passes.
         """
         started = time.perf_counter()
-        choices = self._choose(jobs)
+        choices = choose_together(
+            [job.compressor for job in jobs],
+            lambda compressor, places: self._method(compressor).choose([jobs[i] for i in places]),
+        )
         scored = time.perf_counter()
         outcomes: list[CompactionResult | Exception] = [
             choice
             if isinstance(choice, Exception)
-            else _tried(self._method(job.compressor).apply, job, choice)
+            else tried(self._method(job.compressor).apply, job, choice)
             for job, choice in zip(jobs, choices, strict=True)
         ]
         for job in jobs:
@@ -56,27 +59,3 @@ class CompressionPass:
 
     def _method(self, compressor: Compressor) -> PassMethod:
         return self.methods[compressor.eviction_method]
-
-    def _choose(self, jobs: ListLike[CompactionJob]) -> list[Any]:
-        """Choose the kept slots of each. Returns: the choice, or its error. If sequences that share a
-        compressor fail together, each chooses alone."""
-        members: dict[Compressor, list[int]] = {}
-        for i, job in enumerate(jobs):
-            members.setdefault(job.compressor, []).append(i)
-        found: dict[int, Any] = {}
-        for compressor, places in members.items():
-            choose = self._method(compressor).choose
-            together = _tried(choose, [jobs[i] for i in places])
-            if isinstance(together, Exception):
-                alone = [_tried(choose, [jobs[i]]) for i in places]
-                together = [one if isinstance(one, Exception) else one[0] for one in alone]
-            found.update(zip(places, together, strict=True))
-        return [found[i] for i in range(len(jobs))]
-
-
-def _tried(work: Any, *args: Any) -> Any:
-    """Call `work`. Returns: its result, or the error."""
-    try:
-        return work(*args)
-    except Exception as error:
-        return error
