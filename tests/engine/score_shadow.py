@@ -10,10 +10,11 @@ from torch import Tensor
 from kvreclaim import LLM
 from kvreclaim.compression.kvzap import token_scores
 from kvreclaim.compression.policy import Signal
-from kvreclaim.engine.attend.cell_tables import head_cells, head_lengths
+from kvreclaim.engine.attend.cell_tables import head_cells
 from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.engine.signals.slot_scores import DTYPE
 from kvreclaim.model.attention import AttentionCall
+from kvreclaim.ops.cell_tables import head_lengths
 
 OFF = 2.0**-5
 """Two computations of the same token may fall to either side of a boundary of fp16, up to 2^-6 wide here."""

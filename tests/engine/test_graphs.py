@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ from verifying import GREEDY, PROMPTS, drafting
 
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.config import EngineConfig
-from kvreclaim.engine.attend.cell_tables import grown_cells, head_lengths
 from kvreclaim.engine.execute import graph_buffers
 from kvreclaim.engine.execute.graph_buffers import SentCells, TableRows
 from kvreclaim.engine.execute.graphs import (
@@ -34,7 +34,8 @@ from kvreclaim.engine.execute.graphs import (
 from kvreclaim.model.loader import LoadedModel, load_model
 from kvreclaim.ops import reference
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
-from kvreclaim.ops.cell_tables import CellTable
+from kvreclaim.ops.cell_tables import CellTable, grown_cells, head_lengths
+from kvreclaim.ops.cells import natural_cells
 from kvreclaim.ops.groups import LayerGroups, layer_groups
 from kvreclaim.ops.kv_cache import KVCache
 
@@ -485,7 +486,7 @@ def test_cells_that_are_sent_bit_by_bit_are_those_of_whole_tables(world) -> None
         used = rows[: int(rng.integers(1, 4))]
         sent.send([own for own, _ in used], [blocks for _, blocks in used])
         for i, (own, blocks) in enumerate(used):
-            whole = grown_cells(own, blocks, cache)
+            whole = grown_cells(own, blocks, partial(natural_cells, cache))
             lengths = head_lengths(own, len(blocks) * S, cache)
             real = np.arange(whole.shape[-1]) < lengths[..., None] // S
             found = sent.device[:, i, :, : whole.shape[-1]].numpy()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from toy_caches import WRITERS, B, Book, D, K, L, make_layers
 
-from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.compressor import Compressor, PassQuestion
 from kvreclaim.compression.config import MAX_KEPT, CompressionConfig
 from kvreclaim.integrations.vllm.scheduler.passes import StepMessage
 from kvreclaim.integrations.vllm.settings.options import Options
@@ -112,9 +112,11 @@ def test_the_policy_is_told_what_the_scheduler_knows(monkeypatch: pytest.MonkeyP
     told: list[Any] = []
 
     class Recorder(Compressor):
-        def choose(self, *args: Any, **more: Any) -> Tensor:
-            told.append((*args[1:], more["first"], more["keep"]))
-            return super().choose(*args, **more)
+        def choose_all(self, questions: Sequence[PassQuestion], **more: Any) -> list[Tensor]:
+            told.extend(
+                (q.num_tokens, q.num_prompt_slots, q.logical_len, q.first, more["keep"]) for q in questions
+            )
+            return super().choose_all(questions, **more)
 
     recorder = Recorder(SETTINGS, make_facts())
     monkeypatch.setattr(applier, "compressor", lambda settings: recorder)

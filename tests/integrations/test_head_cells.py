@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from toy_caches import WRITERS, D, K, L, S
 
 from kvreclaim.compression.config import CompressionConfig
+from kvreclaim.compression.uneven import choose_uneven
 from kvreclaim.integrations.vllm.scheduler.passes import StepMessage
 from kvreclaim.integrations.vllm.settings.options import Options
 from kvreclaim.integrations.vllm.worker.applier import Applier
@@ -61,6 +63,7 @@ class Walk:
         self.heads = HeadTables(self.grid, 8, 64)
         self.settings = settings.in_blocks(S)
         self.applier = self.make_applier()
+        self.applier.max_tokens = 1 << 20
         self.applier.trace = self.trace = PassTrace(Positions((L, K), torch.device("cpu")))
         self.free = list(range(1, POOL))
         self.requests: list[Request] = []
@@ -81,14 +84,25 @@ class Walk:
         request.length += count
         request.computed += count
 
-    def compress(self, request: Request, rng: random.Random) -> None:
+    def compress(self, requests: list[Request], rng: random.Random) -> None:
+        """All in one step."""
+        passes = [self.plan(request, rng) for request in requests]
+        step = output(*passes)
+        step.kvreclaim = StepMessage(tuple(passes), {one.seq_id: self.settings for one in passes})
+        self.applier.begin(step)
+        for request, one, (_, _, positions) in zip(requests, passes, self.trace.take(), strict=True):
+            self.drop(request, positions)
+            self.free += [block for block in request.blocks if block not in one.target_ids]
+            request.blocks, request.length, request.passed = list(one.target_ids), one.keep, True
+
+    def plan(self, request: Request, rng: random.Random) -> Pass[str]:
         budget, tail = self.settings.budget, request.length % S
         count = budget // S
         full = request.blocks[: len(request.blocks) - bool(tail)]
         fresh = rng.choice([0, 1]) if self.free else 0  # as where a block is shared
         targets = sorted(rng.sample(full, count - fresh), key=full.index) + [self.free.pop()] * fresh
         after = targets + request.blocks[len(full) :]
-        one = Pass(
+        return Pass(
             request.name,
             EvictionMethod.CELLS,
             tuple(request.blocks),
@@ -99,12 +113,6 @@ class Walk:
             prompt_slots=0,
             first=not request.passed,
         )
-        step = replace_message(output(one), one, self.settings)
-        self.applier.begin(step)
-        [(_, _, positions)] = self.trace.take()
-        self.drop(request, positions)
-        self.free += [block for block in request.blocks if block not in after]
-        request.blocks, request.length, request.passed = after, budget + tail, True
 
     def drop(self, request: Request, positions: Tensor) -> None:
         if not hasattr(request, "positions"):
@@ -126,19 +134,18 @@ class Walk:
 
     def step(self, number: int, rng: random.Random) -> int:
         """A request may come; each grows, after a pass if it is due; one may go. Returns: passes."""
-        num_passes = 0
         if len(self.requests) < 3 and rng.random() < 0.4 and len(self.free) > 8:
             self.requests.append(Request(f"r{number}"))
             self.grow(self.requests[-1], rng.randint(1, 2 * S))
-        for request in list(self.requests):
-            if request.length >= self.settings.budget + S:
-                self.compress(request, rng)
-                num_passes += 1
+        due = [request for request in self.requests if request.length >= self.settings.budget + S]
+        if due:
+            self.compress(due, rng)
+        for request in self.requests:
             if len(self.free) > 3:
                 self.grow(request, rng.randint(1, S))
         if self.requests and rng.random() < 0.1:
             self.end(rng.choice(self.requests))
-        return num_passes
+        return len(due)
 
     def check(self, order: list[Request]) -> None:
         """Every head of every request, through the tables of a step with one query each."""
@@ -334,11 +341,37 @@ def test_without_cells_heads_keep_equally_many() -> None:
     assert [call[2] for call in rows.calls] == [16, 24]
 
 
-def test_scores_that_are_no_numbers_are_told_and_stop_nobody(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("others", [0, 2])
+def test_scores_that_are_no_numbers_are_reported_and_stop_no_other_pass(
+    others: int, caplog: pytest.LogCaptureFixture
+) -> None:
     walk = Walk(make_layers("plain", False))
-    request = Request("bad")
-    walk.grow(request, 3 * S + 2)
-    walk.layers[0].cache[request.blocks[0]] = torch.nan
-    walk.compress(request, random.Random(0))
+    requests = [Request("bad"), *(Request(f"good{n}") for n in range(others))]
+    for request in requests:
+        walk.grow(request, 3 * S + 2)
+    walk.layers[0].cache[requests[0].blocks[0]] = torch.nan
+    walk.compress(requests, random.Random(0))
     assert walk.applier.take_seconds() is not None
-    assert "request bad: its keys scored NaN" in caplog.text
+    assert [record.args for record in caplog.records] == [("bad",)]
+    if others:
+        walk.check(requests[1:])
+
+
+@pytest.mark.parametrize(("most", "batches"), [(0, [1, 1, 1]), (6 * S + 4, [2, 1]), (1 << 20, [3])])
+def test_passes_of_a_step_choose_together(
+    most: int, batches: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walk, calls = Walk(make_layers("plain", False)), list[int]()
+
+    def counted(compressor: Any, questions: Any, *args: Any) -> Any:
+        calls.append(len(questions))
+        return choose_uneven(compressor, questions, *args)
+
+    monkeypatch.setattr("kvreclaim.integrations.vllm.worker.applier.choose_uneven", counted)
+    walk.applier.max_tokens = most
+    requests = [Request(name) for name in "abc"]
+    for request in requests:
+        walk.grow(request, 3 * S + 2)
+    walk.compress(requests, random.Random(0))
+    assert calls == batches
+    walk.check(requests)

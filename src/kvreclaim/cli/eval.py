@@ -45,7 +45,6 @@ ENGINE = (
     "max_model_len",
     "spread_compression",
     "enforce_eager",
-    "kv_recall_size",
 )
 
 

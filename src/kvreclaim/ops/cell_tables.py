@@ -7,10 +7,12 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kvreclaim.ops.head_rows import HeadRows, runs, spread
@@ -38,11 +40,38 @@ class CellTable:
         object.__setattr__(self, "most", int(self.counts.max()))
 
 
-def append_cells(cells: CellTable, appended: np.ndarray) -> np.ndarray:
+class CellShape(Protocol):
+    """The sizes of a cache: L, K, S."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+NaturalCells = Callable[[np.ndarray], np.ndarray]
+"""Blocks [n] int -> [L, K, n] int32, the cells that every head has in them."""
+
+
+def head_lengths(cells: CellTable | None, num_slots: int, cache: CellShape) -> np.ndarray:
+    """[L, K] int64: tokens of each head when the sequence is num_slots long."""
+    if cells is None:
+        return np.full((cache.num_layers, cache.num_kv_heads), num_slots)
+    return (cells.counts - cells.num_blocks) * cache.block_size + num_slots
+
+
+def grown_cells(cells: CellTable | None, blocks: np.ndarray, natural: NaturalCells) -> np.ndarray:
     """[L, K, W] int32: the cells of each head in token order, padded with cells of the sequence.
 
-    appended: [L, K, blocks] int32, each head's own cells of the blocks that came after the pass
+    cells: after the last pass; blocks: [blocks] int, the table with the blocks appended since
     """
+    if cells is None:
+        return natural(blocks)
+    appended = natural(blocks[cells.num_blocks :])
     most = cells.most + appended.shape[-1]
     found = np.empty((*cells.counts.shape, most), dtype=np.int32)
     found[...] = cells.table[..., :1]

@@ -292,7 +292,7 @@ class Scheduler(Generic[Seq]):
         footprint, first = seq.footprint, seq.num_computed
         if len(seq.token_ids) != first + 1 or seq.draft_ids or seq.followers or step.tokens is not None:
             return False
-        if footprint.sparse is not None or footprint.recall is not None:
+        if footprint.sparse is not None:
             return False
         if not self.memory.has_room(seq.seq_id, 1):
             return False

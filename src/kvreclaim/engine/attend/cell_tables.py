@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,34 +13,17 @@ from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import BatchArrays
-from kvreclaim.ops.cell_tables import CellTable, append_cells
+from kvreclaim.ops.cell_tables import grown_cells, head_lengths
 from kvreclaim.ops.cells import CellBatch, cell_batch, cell_layers, natural_cells
 from kvreclaim.ops.kv_cache import KVCache
 
 
 def head_cells(seq: Sequence, memory: MemoryManager, cache: KVCache) -> np.ndarray:
     """Return grown_cells of the sequence's current table, cached until the table changes."""
-    table = memory.table(seq.seq_id)
+    table, natural = memory.table(seq.seq_id), partial(natural_cells, cache)
     if seq.cell_cache is None or seq.cell_cache[0] != table.version:
-        seq.cell_cache = (table.version, grown_cells(seq.state.cells, seq.block_row(table), cache))
+        seq.cell_cache = (table.version, grown_cells(seq.state.cells, seq.block_row(table), natural))
     return seq.cell_cache[1]
-
-
-def grown_cells(cells: CellTable | None, blocks: np.ndarray, cache: KVCache) -> np.ndarray:
-    """[L, K, W] int32: the cells of each head in token order, padded with cells of the sequence.
-
-    cells: after the last pass; blocks: [blocks] int, the table with the blocks appended since
-    """
-    if cells is None:
-        return natural_cells(cache, blocks)
-    return append_cells(cells, natural_cells(cache, blocks[cells.num_blocks :]))
-
-
-def head_lengths(cells: CellTable | None, num_slots: int, cache: KVCache) -> np.ndarray:
-    """[L, K] int64: tokens of each head when the sequence is num_slots long."""
-    if cells is None:
-        return np.full((cache.num_layers, cache.num_kv_heads), num_slots)
-    return (cells.counts - cells.num_blocks) * cache.block_size + num_slots
 
 
 def uneven_part(

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression.prefill.method import Tiles
-from kvreclaim.engine.attend.cell_tables import head_cells, head_lengths
+from kvreclaim.engine.attend.cell_tables import head_cells
 from kvreclaim.engine.attend.parts import AttentionPart, HeadPart, head_order
 from kvreclaim.engine.request.request import Scheduled
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import BatchArrays
+from kvreclaim.ops.cell_tables import head_lengths
 from kvreclaim.ops.cells import CellBatch, cell_batch, cell_layers, head_tokens
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.moving import move

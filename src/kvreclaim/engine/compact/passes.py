@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as ListLike
-from typing import Any
 
 from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.together import choose_together, tried
 from kvreclaim.engine.compact.blocks import Blocks
 from kvreclaim.engine.compact.cells import UnevenPass
 from kvreclaim.engine.compact.compact import Compact
 from kvreclaim.engine.compact.job import CompactionJob, CompactionResult, PassMethod
 from kvreclaim.engine.compact.pass_context import PassContext
-from kvreclaim.engine.compact.recall_pass import RecallPass
-from kvreclaim.engine.compact.recalls import Recalls
 from kvreclaim.engine.request.outputs import EngineTotals
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
@@ -25,7 +23,7 @@ class CompressionPass:
     Therefore every sequence chooses before anything moves, and moves follow the order of the plans.
     """
 
-    def __init__(self, context: PassContext, totals: EngineTotals, recalls: Recalls | None = None) -> None:
+    def __init__(self, context: PassContext, totals: EngineTotals) -> None:
         self.context = context
         self.totals = totals
         self.methods: dict[EvictionMethod, PassMethod] = {
@@ -33,7 +31,6 @@ class CompressionPass:
             EvictionMethod.BLOCKS: Blocks(context),
             EvictionMethod.CELLS: UnevenPass(context),
         }
-        self._recall = None if recalls is None else RecallPass(context, recalls)
 
     def run(self, jobs: ListLike[CompactionJob]) -> list[CompactionResult | Exception]:
         """Carry out planned passes.
@@ -42,10 +39,15 @@ class CompressionPass:
             passes.
         """
         started = time.perf_counter()
-        choices = self._choose(jobs)
+        choices = choose_together(
+            [job.compressor for job in jobs],
+            lambda compressor, places: self._method(compressor).choose([jobs[i] for i in places]),
+        )
         scored = time.perf_counter()
         outcomes: list[CompactionResult | Exception] = [
-            choice if isinstance(choice, Exception) else _tried(self._way(job.compressor).apply, job, choice)
+            choice
+            if isinstance(choice, Exception)
+            else tried(self._method(job.compressor).apply, job, choice)
             for job, choice in zip(jobs, choices, strict=True)
         ]
         for job in jobs:
@@ -55,32 +57,5 @@ class CompressionPass:
         self.totals.compact_s += time.perf_counter() - scored
         return outcomes
 
-    def _way(self, compressor: Compressor) -> PassMethod:
-        if compressor.recall is None:
-            return self.methods[compressor.eviction_method]
-        assert self._recall is not None, "a request with recall was refused"
-        return self._recall
-
-    def _choose(self, jobs: ListLike[CompactionJob]) -> list[Any]:
-        """Choose the kept slots of each. Returns: the choice, or its error. If sequences that share a
-        compressor fail together, each chooses alone."""
-        members: dict[Compressor, list[int]] = {}
-        for i, job in enumerate(jobs):
-            members.setdefault(job.compressor, []).append(i)
-        found: dict[int, Any] = {}
-        for compressor, places in members.items():
-            choose = self._way(compressor).choose
-            together = _tried(choose, [jobs[i] for i in places])
-            if isinstance(together, Exception):
-                alone = [_tried(choose, [jobs[i]]) for i in places]
-                together = [one if isinstance(one, Exception) else one[0] for one in alone]
-            found.update(zip(places, together, strict=True))
-        return [found[i] for i in range(len(jobs))]
-
-
-def _tried(work: Any, *args: Any) -> Any:
-    """Call `work`. Returns: its result, or the error."""
-    try:
-        return work(*args)
-    except Exception as error:
-        return error
+    def _method(self, compressor: Compressor) -> PassMethod:
+        return self.methods[compressor.eviction_method]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvreclaim.engine.attend.cell_tables import grown_cells, head_lengths
-from kvreclaim.ops.cell_tables import CellTable
+from kvreclaim.ops.cell_tables import CellTable, grown_cells, head_lengths
 from kvreclaim.ops.cells import natural_cells
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.moving import fill, move
@@ -118,7 +118,7 @@ class SentCells:
 
     def _replace(self, changed: list[int]) -> None:
         """Send all cells of rows, of all layers, in one copy."""
-        found = [grown_cells(*self._sent[i], self._cache) for i in changed]
+        found = [grown_cells(*self._sent[i], partial(natural_cells, self._cache)) for i in changed]
         num_layers, _, heads = self.offsets.shape
         width = max(own.shape[-1] for own in found)
         packed = np.zeros((num_layers, len(changed), heads, 2 + width), dtype=np.int32)

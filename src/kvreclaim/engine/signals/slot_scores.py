@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvreclaim.ops.head_rows import HeadRows
 from kvreclaim.ops.kv_cache import KVCache
 from kvreclaim.ops.reference import compact_layer, gather_slots
 
@@ -42,6 +43,11 @@ class ScorePlanes:
     def of_cells(self, cells: Tensor, num_tokens: int) -> Tensor:
         """[1, num_tokens] fp32 of the slots of one head's cells."""
         return gather_slots(self.cells, cells, num_tokens)[..., 0].float()
+
+    def of_heads(self, cells: HeadRows) -> HeadRows:
+        """fp32 of the slots of each head's cells."""
+        found = self.of_cells(cells.flat, len(cells.flat) * self.block_size)[0]
+        return HeadRows(found, cells.counts * self.block_size)
 
 
 class SlotScores(ScorePlanes):

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from kvreclaim.checks import check_int, is_int, require
 from kvreclaim.compression.policy import Signal
-from kvreclaim.engine.attend.cell_tables import head_lengths
 from kvreclaim.engine.compact.pass_context import PassContext
 from kvreclaim.engine.feature import RequestDraft, RequestFeature
 from kvreclaim.engine.request.outputs import RequestMetrics
@@ -20,6 +19,7 @@ from kvreclaim.engine.request.request import Request
 from kvreclaim.engine.request.request import Sequence as Seq
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.step.engine import Engine
+from kvreclaim.ops.cell_tables import head_lengths
 from kvreclaim.ops.head_rows import HeadRows
 from kvreclaim.refusals import Feature
 from kvreclaim.schedule.budget.drops import Drop, Drops, joined

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvreclaim.compression.cell_pass import MAX_BYTES
 from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.integrations.vllm.entry.centring import CentringHooks
 from kvreclaim.integrations.vllm.entry.facts import describe, plain_facts
@@ -21,7 +22,6 @@ from kvreclaim.integrations.vllm.settings.layer_needs import signal_bytes
 from kvreclaim.integrations.vllm.settings.options import Options
 from kvreclaim.integrations.vllm.worker.applier import Applier
 from kvreclaim.integrations.vllm.worker.cells.heads import MAX_ENTRIES, HeadTables
-from kvreclaim.integrations.vllm.worker.cells.passes import MAX_BYTES
 from kvreclaim.integrations.vllm.worker.cells.positions import PassTrace, Positions
 from kvreclaim.integrations.vllm.worker.centred_layer import transform_of
 from kvreclaim.integrations.vllm.worker.layouts import CacheViews
@@ -83,6 +83,7 @@ class WorkerHooks(CentringHooks):
         rows = worker_side.rows_of(runner, heads)
         views = views.restoring([transform_of(layer) for layer in layers])
         self.reclaim = self._kind(options, rows)(options, known.facts, known.stats, views, rows, heads)
+        self.reclaim.max_tokens = _most_tokens(worker)
         worker_side.adopt(runner, self.reclaim)
         if worker.device.type != "cpu":
             self.reclaim.rehearse()
@@ -155,15 +156,21 @@ def _heads(worker: Any, views: CacheViews) -> HeadTables | None:
         return None
 
 
+def _most_tokens(worker: Any) -> int:
+    """Return as many tokens as a request ever holds here. What it hits in the prefix cache is not bounded by
+    its budget."""
+    config, longest = worker.vllm_config, worker.model_config.max_model_len
+    chunk = config.scheduler_config.max_num_batched_tokens
+    bound = Options.of_config(config).bound(worker.cache_config.block_size, chunk)
+    if bound is None or worker.cache_config.enable_prefix_caching:
+        return int(longest)
+    return min(bound, longest)
+
+
 def _scratch(worker: Any) -> int:
-    """Bytes of a pass over as many tokens as a request ever holds here. What it hits in the prefix cache is
-    not bounded by its budget."""
+    """Bytes of passes over _most_tokens."""
     config, model = worker.vllm_config, worker.model_config
     options = Options.of_config(config)
-    chunk = config.scheduler_config.max_num_batched_tokens
-    bound = options.bound(worker.cache_config.block_size, chunk)
-    if bound is None or worker.cache_config.enable_prefix_caching:
-        bound = model.max_model_len
     layers, kv_heads = (
         find(worker.parallel_config) for find in (model.get_num_layers, model.get_num_kv_heads)
     )
@@ -181,7 +188,7 @@ def _scratch(worker: Any) -> int:
         num_heads=model.get_num_attention_heads(worker.parallel_config),
         num_kv_heads=kv_heads,
         head_dim=model.get_head_size(),
-        num_tokens=min(bound, model.max_model_len),
+        num_tokens=_most_tokens(worker),
         num_queries=options.settings.make_policy().query_window,
     )
     return scratch + (tables if options.has_cells else 0)

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from kvreclaim.compression.compressor import Compressor, SignalSource
+from kvreclaim.compression.compressor import Compressor, PassQuestion, SignalSource
 from kvreclaim.compression.config import MAX_KEPT, CompressionConfig
+from kvreclaim.compression.head_views import HeadsQuestion
 from kvreclaim.compression.policy import NO_SIGNALS, Signal
+from kvreclaim.compression.select import refuse_nan
 from kvreclaim.compression.stats import LayerStats
+from kvreclaim.compression.together import choose_together
+from kvreclaim.compression.uneven import UnevenChoice, choose_uneven
 from kvreclaim.integrations.vllm.scheduler.passes import StepMessage
 from kvreclaim.integrations.vllm.settings.options import Options
 from kvreclaim.integrations.vllm.worker.cells.heads import HeadTables
 from kvreclaim.integrations.vllm.worker.cells.passes import UnevenPasses
 from kvreclaim.integrations.vllm.worker.cells.positions import PassTrace, Positions, as_heads
 from kvreclaim.integrations.vllm.worker.clocks import DeviceClock, HostClock, PassClock
+from kvreclaim.integrations.vllm.worker.layer_signals import KeptSignals
 from kvreclaim.integrations.vllm.worker.layouts import CacheViews
 from kvreclaim.integrations.vllm.worker.staging import BLOCK_SIZE, Stage, staged_layer
 from kvreclaim.memory.blocks import blocks_for
@@ -72,7 +77,11 @@ class Applier:
         rows:    the runner's block tables
         heads:   tables of requests with unequal heads; None: heads keep equally many tokens, by the same
                  ranking
+
+    signals: of hooks on the layers, for policies that need them
     """
+
+    signals: KeptSignals | None = None
 
     def __init__(
         self,
@@ -88,7 +97,10 @@ class Applier:
         self.kernels = _kernels(facts)
         self.stage = _stage(self.kernels, facts.layers[0], views)
         head_stage = _stage(self.kernels, facts.layers[0].kv_head(0), views)
-        self.uneven = None if heads is None else self._uneven_passes(heads, head_stage)
+        scores = None if self.signals is None else self.signals.scores
+        self.uneven = None if heads is None else UnevenPasses(views, heads, head_stage, scores)
+        self.max_tokens = 0
+        """Live tokens of uneven passes that choose together, at most; a single pass may have more."""
         self.shape = (facts.num_layers, facts.layers[0].num_kv_heads)
         self.positions = Positions(self.shape, facts.device)
         self.prompts: dict[str, int] = {}
@@ -99,11 +111,10 @@ class Applier:
         self.trace: PassTrace | None = None
         self.compressor(options.settings)
 
-    def _uneven_passes(self, heads: HeadTables, head_stage: Stage | None) -> UnevenPasses:
-        return UnevenPasses(self.views, heads.grid, heads, self.stage, head_stage)
-
     def begin(self, scheduler_output: Any) -> None:
         """Forget requests that have ended, then carry out the passes in order. Called first in a step."""
+        if self.signals is not None:
+            self.signals.forget(gone_requests(scheduler_output))
         if self.rows.num_shifted or self.trace is not None:
             self._forget(scheduler_output)
         message: StepMessage | None = getattr(scheduler_output, "kvreclaim", None)
@@ -111,8 +122,9 @@ class Applier:
             return
         with torch.inference_mode():
             self.clock.start()
+            chosen = self._choose(message)
             for one in message.passes:
-                self._carry_out(one, message.settings[one.seq_id])
+                self._carry_out(one, self.compressor(message.settings[one.seq_id]), chosen.get(one.seq_id))
             self.clock.stop()
 
     def rehearse(self) -> None:
@@ -158,13 +170,69 @@ class Applier:
     def _compressor(self, settings: CompressionConfig) -> Compressor:
         return Compressor(settings, self.facts, self.stats, self.kernels)
 
-    def _carry_out(self, one: Pass[str], settings: CompressionConfig) -> None:
-        compressor = self.compressor(settings)
+    def _choose(self, message: StepMessage) -> dict[str, UnevenChoice]:
+        """Choose for all uneven passes of a step, before anything moves: the host then waits for the device
+        once for many of them, not once for each."""
+        uneven = self.uneven
+        if uneven is None:
+            return {}
+        passes = [one for one in message.passes if one.eviction_method.uneven]
+
+        def choose(compressor: Compressor, places: list[int]) -> list[UnevenChoice]:
+            members, found = [passes[i] for i in places], list[UnevenChoice]()
+            check = refuse_nan if len(members) > 1 else partial(self.clock.watch, members[0].seq_id)
+            for some in self._batches(members):
+                questions = [self._uneven_question(uneven, one, compressor) for one in some]
+                found += choose_uneven(compressor, questions, uneven.grid.block_size, check)
+            return found
+
+        found = choose_together([self.compressor(message.settings[one.seq_id]) for one in passes], choose)
+        for choice in found:
+            if isinstance(choice, Exception):
+                raise choice
+        return {one.seq_id: choice for one, choice in zip(passes, found, strict=True)}
+
+    def _batches(self, passes: Sequence[Pass[str]]) -> Iterator[list[Pass[str]]]:
+        """Split passes into batches of at most max_tokens."""
+        batch: list[Pass[str]] = []
+        for one in passes:
+            if batch and sum(each.num_tokens for each in [*batch, one]) > self.max_tokens:
+                yield batch
+                batch = []
+            batch.append(one)
+        yield batch
+
+    def _uneven_question(self, uneven: UnevenPasses, one: Pass[str], compressor: Compressor) -> HeadsQuestion:
+        positions = None
+        if Signal.POSITIONS in compressor.policy.needs:
+            known = self.positions.of(one.seq_id, one.first)
+            assert known is not None, f"request {one.seq_id}: a pass was not seen"
+            positions = known.at(one.logical_len)
+        whole = self._question(one, compressor, uneven.open_slots(one))
+        return uneven.question(one, compressor, whole, positions)
+
+    def _question(self, one: Pass[str], compressor: Compressor, open_slots: int = 0) -> PassQuestion:
+        """Return a compressor's input, without the open slots. Recent queries are then those before them."""
+        blocks, num_tokens = self.views.block_ids(one.source_ids), one.num_tokens - open_slots
+        end = one.logical_len - (open_slots if Signal.RECENT_QUERIES in compressor.policy.needs else 0)
+        question = PassQuestion(
+            lambda layer: self.views.source(layer, blocks, num_tokens, self.stage),
+            num_tokens,
+            one.prompt_slots + self.prompts.get(one.seq_id, 0),
+            end,
+            first=one.first,
+        )
+        if self.signals is None:
+            return question
+        signals = self.signals.source(compressor, one.seq_id, end, blocks, num_tokens)
+        return replace(question, signals=signals)
+
+    def _carry_out(self, one: Pass[str], compressor: Compressor, choice: UnevenChoice | None) -> None:
+        """choice: of an uneven pass"""
         positions = self.positions if Signal.POSITIONS in compressor.policy.needs else None
-        needs_kept = positions is not None or self.trace is not None
-        if one.eviction_method.uneven and self.uneven is not None:
-            check = partial(self.clock.watch, one.seq_id)
-            kept = self.uneven.carry_out(one, compressor, positions, check, needs_kept)
+        if choice is not None and self.uneven is not None:
+            needs_kept = positions is not None or self.trace is not None
+            kept = self.uneven.move(one, choice, needs_kept)
         else:
             kept = self._compact(one, compressor, positions)
         if positions is not None and kept is not None:
@@ -177,30 +245,18 @@ class Applier:
 
     def _compact(self, one: Pass[str], compressor: Compressor, positions: Positions | None) -> HeadRows:
         """Keep equally many tokens in every head. Returns: the kept slots of each."""
-        source = self.views.block_ids(one.source_ids)
-        prompt = one.prompt_slots + self.prompts.get(one.seq_id, 0)
-        known = None if positions is None else positions.table(one.seq_id, one.first, one.logical_len)
-        kept = compressor.choose(
-            lambda layer: self.views.source(layer, source, one.num_tokens, self.stage),
-            one.num_tokens,
-            prompt,
-            one.logical_len,
-            positions=known,
-            signals=self._signals(one, compressor, source),
-            first=one.first,
-            keep=one.keep,
-            check=partial(self.clock.watch, one.seq_id),
-        )
-        self.views.compact(kept, source, self.views.block_ids(one.target_ids))
+        question = self._question(one, compressor)
+        if positions is not None:
+            table = positions.table(one.seq_id, one.first, one.logical_len)
+            question = replace(question, positions=table)
+        check = partial(self.clock.watch, one.seq_id)
+        [kept] = compressor.choose_all([question], keep=one.keep, check=check)
+        self.views.compact(kept, self.views.block_ids(one.source_ids), self.views.block_ids(one.target_ids))
         if one.eviction_method.uneven:  # for the scheduler heads differ, so it leaves the count to us
-            rules = compressor.rules
+            rules, prompt = compressor.rules, question.num_prompt_slots
             left = kept_prompt_slots(num_tokens=one.num_tokens, prompt_slots=prompt, keep=one.keep, **rules)
             self.prompts[one.seq_id] = left
         return as_heads(kept, self.shape)
-
-    def _signals(self, one: Pass[str], compressor: Compressor, blocks: Tensor) -> SignalSource:
-        """Return layer -> signals of the request's tokens in these blocks."""
-        return lambda _: NO_SIGNALS
 
     def _forget(self, output: Any) -> None:
         if ended := gone_requests(output):
@@ -209,7 +265,7 @@ class Applier:
             for request_id in ended:
                 self.prompts.pop(request_id, None)
             if self.uneven is not None:
-                self.uneven.forget(ended)
+                self.uneven.heads.forget(ended)
             if self.trace is not None:
                 self.trace.forget(ended)
 
@@ -225,10 +281,7 @@ def gone_requests(output: Any) -> list[str]:
 
 
 def _kernels(facts: ModelFacts) -> Backend:
-    """Return the native kernels where they run, otherwise PyTorch. GPUs use PyTorch only, so that nothing is
-    compiled while requests are served."""
-    if facts.device.type != "cpu":
-        return reference
+    """Return the engine's choice of kernels for copies of the keys."""
     layers = tuple(staged_layer(layer) for layer in facts.layers)
     dtype = torch.bfloat16 if facts.dtype == torch.bfloat16 else torch.float32
     return choose_backend("auto", Need(layers, BLOCK_SIZE, dtype, facts.device, plain_format(dtype))).backend

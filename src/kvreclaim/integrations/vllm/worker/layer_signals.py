@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.compressor import Compressor, SignalSource
 from kvreclaim.compression.kvzap import token_scores
 from kvreclaim.compression.policy import LayerSignals, Signal
 from kvreclaim.compression.stats import LayerStats
@@ -85,17 +85,23 @@ class KeptSignals:
         assert self.queries is not None, "kept for a policy that needs queries"
         return self.queries.last(request_id, layer, end)[:, -window:]
 
-    def of_blocks(
-        self, compressor: Compressor, request_id: str, layer: int, end: int, blocks: Tensor, num_tokens: int
-    ) -> LayerSignals:
-        """Return the policy's signals for the first num_tokens slots of these blocks, in all heads."""
-        policy, queries, scores = compressor.policy, None, None
-        if Signal.RECENT_QUERIES in policy.needs:
-            queries = self.recent(request_id, layer, end, policy.query_window)
-        if Signal.TOKEN_SCORES in policy.needs:
-            assert self.scores is not None, "kept for a policy that needs scores"
-            scores = self.scores.of(layer, blocks, num_tokens)
-        return LayerSignals(queries=queries, token_scores=scores)
+    def source(
+        self, compressor: Compressor, request_id: str, end: int, blocks: Tensor, num_tokens: int
+    ) -> SignalSource:
+        """Return layer -> the policy's signals for the first num_tokens slots of these blocks, in all heads;
+        queries before position `end`."""
+        policy = compressor.policy
+
+        def of(layer: int) -> LayerSignals:
+            queries, scores = None, None
+            if Signal.RECENT_QUERIES in policy.needs:
+                queries = self.recent(request_id, layer, end, policy.query_window)
+            if Signal.TOKEN_SCORES in policy.needs:
+                assert self.scores is not None, "kept for a policy that needs scores"
+                scores = self.scores.of(layer, blocks, num_tokens)
+            return LayerSignals(queries=queries, token_scores=scores)
+
+        return of
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Forget requests that have ended or start anew. Scores belong to slots, not to requests."""

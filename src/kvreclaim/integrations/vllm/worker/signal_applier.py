@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kvreclaim.compression.compressor import Compressor, SignalSource
-from kvreclaim.compression.head_views import HeadsQuestion
+from kvreclaim.compression.compressor import SignalSource
 from kvreclaim.compression.policy import LayerSignals, Signal
 from kvreclaim.compression.stats import LayerStats
 from kvreclaim.engine.signals.slot_scores import DTYPE, ScorePlanes
 from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.integrations.vllm.settings.layer_needs import query_window
 from kvreclaim.integrations.vllm.settings.options import Options
-from kvreclaim.integrations.vllm.worker.applier import Applier, RunnerRows, gone_requests
+from kvreclaim.integrations.vllm.worker.applier import Applier, RunnerRows
 from kvreclaim.integrations.vllm.worker.cells.grid import CellGrid
 from kvreclaim.integrations.vllm.worker.cells.heads import HeadTables
-from kvreclaim.integrations.vllm.worker.cells.passes import CellQuestion, UnevenPasses
 from kvreclaim.integrations.vllm.worker.layer_signals import KeptSignals
-from kvreclaim.integrations.vllm.worker.layouts import CacheViews, JoinedLayout
-from kvreclaim.integrations.vllm.worker.staging import Stage
-from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.integrations.vllm.worker.layouts import CacheViews
 from kvreclaim.ops.facts import ModelFacts
-from kvreclaim.schedule.budget.compaction import Pass
 
 
 class Watching(Protocol):
@@ -56,67 +49,11 @@ class SignalApplier(Applier):
         super().__init__(options, facts, stats, views, rows, heads)
         watching.show_to(self.signals)
 
-    def begin(self, scheduler_output: Any) -> None:
-        self.signals.forget(gone_requests(scheduler_output))
-        super().begin(scheduler_output)
-
-    def _uneven_passes(self, heads: HeadTables, head_stage: Stage | None) -> SignalPasses:
-        grid, scores = heads.grid, self.signals.scores
-        if scores is not None:
-            grid = replace(grid, layout=JoinedLayout(grid.layout, scores.cells))
-        return SignalPasses(self.signals, self.views, grid, heads, self.stage, head_stage)
-
-    def _signals(self, one: Pass[str], compressor: Compressor, blocks: Tensor) -> SignalSource:
-        return lambda layer: self.signals.of_blocks(
-            compressor, one.seq_id, layer, one.logical_len, blocks, one.num_tokens
-        )
-
     def _rehearsed_signals(self, blocks: Tensor, num_tokens: int) -> SignalSource:
         layer, policy = self.facts.layers[0], self.options.settings.make_policy()
         queries = torch.zeros((layer.num_heads, policy.query_window, layer.head_dim), device=blocks.device)
         scores = torch.zeros((layer.num_kv_heads, num_tokens), device=blocks.device)
         return lambda _: LayerSignals(queries=queries, token_scores=scores)
-
-
-class SignalPasses(UnevenPasses):
-    """UnevenPasses with the signals of hooks."""
-
-    def __init__(self, signals: KeptSignals, *args: Any) -> None:
-        super().__init__(*args)
-        self.signals = signals
-
-    def _question_of(self, compressor: Compressor, *args: Any) -> CellQuestion:
-        return _QuestionWithSignals(self.signals, compressor, self, *args)
-
-
-class _QuestionWithSignals(CellQuestion):
-    """The open block takes no part, so the queries and the next position are those before it."""
-
-    def __init__(self, kept: KeptSignals, compressor: Compressor, *args: Any) -> None:
-        super().__init__(*args)
-        self.kept, self.compressor = kept, compressor
-
-    def question(self) -> HeadsQuestion:
-        plain, needs = super().question(), self.compressor.policy.needs
-        if Signal.RECENT_QUERIES in needs:
-            plain = replace(plain, logical_len=plain.logical_len - (self.one.num_tokens - self.full))
-
-        def signals(layer: int) -> LayerSignals:
-            found = self.kept.of_blocks(
-                self.compressor, self.one.seq_id, layer, plain.logical_len, self.blocks, self.full
-            )
-            together = found.token_scores if plain.first else None  # later each head has its own
-            return replace(found, positions=plain.signals(layer).positions, token_scores=together)
-
-        def own(layer: int, head: int) -> Mapping[str, Tensor]:
-            known = plain.own(layer, head)
-            if self.kept.scores is None or Signal.TOKEN_SCORES not in needs:
-                return known
-            num_tokens = int(self.tokens[layer, head])
-            cells = self.cells[layer, head, : blocks_for(num_tokens, self.owner.grid.block_size)]
-            return {**known, "token_scores": self.kept.scores.of_cells(cells, num_tokens)}
-
-        return replace(plain, signals=signals, own=own)
 
 
 def make_scores(views: CacheViews, grid: CellGrid | None) -> ScorePlanes:

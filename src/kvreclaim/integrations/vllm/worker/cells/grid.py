@@ -26,17 +26,17 @@ MAX_ENTRIES = 2**31 - 1
 class CellGrid:
     """All cells of a cache as entries of block tables.
 
-    first:      [L] int64, the entry of KV head 0 in block 0 of each layer; per_block, per_head: steps
-    num_heads:  K
-    block_size: S
-    view:       [entries, 1, S, 2D] of the cache, for attention
-    layout:     the same, for reading and moving tokens
+    first:        [L] int64, the entry of KV head 0 in block 0 of each layer; per_block, per_head: steps
+    num_kv_heads: K
+    block_size:   S
+    view:         [entries, 1, S, 2D] of the cache, for attention
+    layout:       the same, for reading and moving tokens
     """
 
     first: np.ndarray
     per_block: int
     per_head: int
-    num_heads: int
+    num_kv_heads: int
     block_size: int
     view: Tensor
     layout: CacheLayout
@@ -52,12 +52,12 @@ class CellGrid:
     @property
     def shape(self) -> tuple[int, int]:
         """(L, K)."""
-        return self.num_layers, self.num_heads
+        return self.num_layers, self.num_kv_heads
 
     def natural(self, blocks: np.ndarray) -> np.ndarray:
         """[L, K, blocks] int32: the cells that every head has in these blocks, [blocks] int, counted as the
         back-end counts them."""
-        heads = np.arange(self.num_heads)[None, :, None] * self.per_head
+        heads = np.arange(self.num_kv_heads)[None, :, None] * self.per_head
         return (self.first[:, None, None] + heads + blocks.astype(np.int64) * self.per_block).astype(np.int32)
 
     @property

@@ -148,7 +148,7 @@ class HeadTables:
         tables, lengths = self._fill(rows, block_table, seq_lens, width)
         starts, order = self._queries(query_starts, count, num_tokens, max_query_len)
         return StepCells(
-            tables, lengths, starts, order, self.grid.num_heads, max_query_len, self.fixed or longest
+            tables, lengths, starts, order, self.grid.num_kv_heads, max_query_len, self.fixed or longest
         )
 
     def _fill(self, rows: Tensor, block_table: Tensor, seq_lens: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -189,7 +189,7 @@ class HeadTables:
         Fixed buffers are written to their ends: a graph of mixed steps reads the order in decode steps too,
         and a graph may have been captured with more rows or tokens.
         """
-        heads, device = self.grid.num_heads, self.grid.device
+        heads, device = self.grid.num_kv_heads, self.grid.device
         starts = starts[: count + 1]
         lens = starts.diff()
         every = torch.arange(heads, dtype=torch.int32, device=device)

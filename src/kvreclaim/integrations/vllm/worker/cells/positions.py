@@ -44,7 +44,7 @@ class Positions:
     device: torch.device
     known: dict[str, HeadPositions] = field(default_factory=dict)
 
-    def of(self, request_id: str, first: bool, computed: int) -> HeadPositions | None:
+    def of(self, request_id: str, first: bool) -> HeadPositions | None:
         """Return the positions before a pass; None if earlier passes were not seen."""
         if first:
             return HeadPositions(HeadRows.empty(self.shape, torch.int32, self.device), 0)
@@ -52,13 +52,13 @@ class Positions:
 
     def table(self, request_id: str, first: bool, computed: int) -> Tensor | None:
         """[L, K, T] int32 where all heads hold equally many; None where earlier passes were not seen."""
-        found = self.of(request_id, first, computed)
+        found = self.of(request_id, first)
         return None if found is None else found.at(computed).flat.view(*self.shape, -1)
 
     def keep(self, request_id: str, first: bool, computed: int, kept: HeadRows) -> None:
         """Record the slots of each head that a pass kept, ascending. Nothing is recorded if earlier passes
         were not seen."""
-        before = self.of(request_id, first, computed)
+        before = self.of(request_id, first)
         if before is not None:
             own = HeadRows(kept.flat.to(self.device), kept.counts)
             self.known[request_id] = HeadPositions(before.at(computed).take(own), computed)

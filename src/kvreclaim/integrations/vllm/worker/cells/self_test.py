@@ -74,7 +74,9 @@ def _compare_reads(views: CacheViews, grid: CellGrid, blocks: Tensor) -> None:
     for n, layout in enumerate(views.layouts):
         for part in (0, 1):
             whole = layout.gather(part, ids, tokens)
-            own = torch.cat([grid.layout.gather(part, natural[n, h], tokens) for h in range(grid.num_heads)])
+            own = torch.cat(
+                [grid.layout.gather(part, natural[n, h], tokens) for h in range(grid.num_kv_heads)]
+            )
             if not torch.equal(whole, own):
                 raise UnsupportedModelError(f"{views.layers[n].name}: cells are not where they should be")
 
@@ -97,7 +99,7 @@ def _step(grid: CellGrid, blocks: Tensor, generator: torch.Generator) -> StepCel
         move(lengths.int().expand(layers, -1).contiguous(), grid.device),
         move(starts.int(), grid.device),
         None,
-        grid.num_heads,
+        grid.num_kv_heads,
         max(QUERIES),
         most * size,
     )
