@@ -20,7 +20,7 @@ from rich.table import Table
 
 from kvreclaim.bench.common import machine
 from kvreclaim.bench.plans import SpeedPlan
-from kvreclaim.bench.speed.calibrate import (
+from kvreclaim.bench.step_times import (
     ServedRequest,
     Timed,
     Watched,

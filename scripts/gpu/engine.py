@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvreclaim import LLM, CompressionConfig
 from kvreclaim.bench.common import Row
 from kvreclaim.bench.kernels import GRAPH_CALLS, captured, median_time
-from kvreclaim.bench.speed.calibrate import Timed, replay
+from kvreclaim.bench.step_times import Timed, replay
 from kvreclaim.bench.systems.base import Point, SystemSetup
 from kvreclaim.bench.systems.base import Session as Opened
 from kvreclaim.bench.systems.hf import ContinuousBatching, Generate

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvreclaim import LLM, SamplingParams, demo_model
-from kvreclaim.bench.speed.calibrate import Timed, keep_busy, replay, watching
+from kvreclaim.bench.step_times import Timed, keep_busy, replay, watching
 from kvreclaim.cli.main import app
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.plan.cost import Linear, StepLoad

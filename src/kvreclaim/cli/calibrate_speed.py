@@ -86,7 +86,7 @@ def calibrate_speed(
 
 def _from_engine(plan: SpeedPlan) -> tuple[Linear, str]:
     with ready(plan.threads):
-        from kvreclaim.bench.speed.calibrate import calibrate, engine_of
+        from kvreclaim.bench.step_times import calibrate, engine_of
 
         found = calibrate(plan, engine_of(plan))
     return found.cost, (

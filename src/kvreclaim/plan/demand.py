@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvreclaim.kv_bytes import KVBytes
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.plan.shapes import ModelShape
-from kvreclaim.plan.weights import PLAIN_BITS, dtype_of
+from kvreclaim.plan.weights import state_bytes
 from kvreclaim.schedule.budget.footprint import Footprint
 
 
@@ -35,7 +35,7 @@ class Cache:
     @property
     def state_bytes(self) -> int:
         """Bytes of recurrent states per sequence of any length; 0 without recurrent layers."""
-        return self.shape.state_bytes(PLAIN_BITS[dtype_of(self.shape)]) if self.shape.has_states else 0
+        return state_bytes(self.shape)
 
     def held(self, num_tokens: int) -> int:
         """Slots at most while a sequence of this length decodes, between two passes."""

@@ -9,7 +9,7 @@ from kvreclaim.kv_bytes import KVBytes
 from kvreclaim.plan.cards import Card
 from kvreclaim.plan.cost import Linear, WithExperts
 from kvreclaim.plan.shapes import ModelShape
-from kvreclaim.plan.weights import PLAIN_BITS, WeightFormat, dtype_of, weight_bytes
+from kvreclaim.plan.weights import WeightFormat, state_bytes, weight_bytes
 
 BANDWIDTH_SHARE = 0.8
 """Share of a data sheet's bandwidth that weights and keys are read with."""
@@ -43,7 +43,7 @@ def roofline(
     bandwidth = card.bandwidth * bandwidth_share * num_cards
     flops = card.bf16_flops * flops_share * num_cards
     latent = all(layer.latent for layer in shape.attention)
-    state = shape.state_bytes(PLAIN_BITS[dtype_of(shape)]) if shape.has_states else 0
+    state = state_bytes(shape)
     slot = shape.block_bytes(form, block_size) / block_size
     hops = 2 * shape.num_layers if num_cards > 1 else 0
     exchanged = 2 * (num_cards - 1) / num_cards * 2 * shape.hidden_size

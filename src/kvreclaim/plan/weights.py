@@ -115,6 +115,11 @@ def dtype_of(shape: ModelShape) -> str:
     return shape.dtype
 
 
+def state_bytes(shape: ModelShape) -> int:
+    """Return the bytes of recurrent states per sequence of any length; 0 without recurrent layers."""
+    return shape.state_bytes(PLAIN_BITS[dtype_of(shape)]) if shape.has_states else 0
+
+
 @dataclass(frozen=True, slots=True)
 class WeightBytes:
     """total: in memory; dense, routed: what a step reads whatever it computes, and all routed experts

@@ -21,7 +21,7 @@ from kvreclaim.plan.demand import Cache
 from kvreclaim.plan.pool import Seats, make_pool, roomy_pool
 from kvreclaim.plan.roofline import roofline
 from kvreclaim.plan.shapes import ModelShape
-from kvreclaim.plan.weights import PLAIN_BITS, dtype_of, weight_format
+from kvreclaim.plan.weights import dtype_of, state_bytes, weight_format
 from kvreclaim.schedule.budget.footprint import Footprint, longest_sequence
 from kvreclaim.schedule.rates import Rates
 from kvreclaim.schedule.scheduler import POLICIES
@@ -99,11 +99,6 @@ class ReplicaOptions:
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes of a block on all cards together."""
         return self.shape.block_bytes(self.form, block_size)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the states of one sequence, on all cards together; 0 without recurrent layers."""
-        return self.shape.state_bytes(PLAIN_BITS[dtype_of(self.shape)]) if self.shape.has_states else 0
 
     def pool(self, footprint: Footprint, seats: Seats) -> tuple[int, int, StateSizes | None]:
         """Blocks, sequences and slots of recurrent layers, as `kvreclaim plan` counts them; with num_blocks,
@@ -249,7 +244,7 @@ class Serving(PromiseOptions):
         )
         host_bytes, host_states = int(self.kv_offloading_size * GIB), 0
         if states is not None and states.num_checkpoints:
-            host_states = int(host_bytes * self.kv_offloading_state_fraction) // machine.state_bytes
+            host_states = int(host_bytes * self.kv_offloading_state_fraction) // state_bytes(machine.shape)
         held = longest_sequence(None, longest or 1, footprint, num_blocks)
         require(
             longest is None or held == longest,
@@ -269,7 +264,7 @@ class Serving(PromiseOptions):
             preemption_mode=self.preemption_mode,
             eviction_policy=self.eviction_policy,
             enable_prefix_caching=self.enable_prefix_caching,
-            host_blocks=(host_bytes - host_states * machine.state_bytes) // per_block,
+            host_blocks=(host_bytes - host_states * state_bytes(machine.shape)) // per_block,
             host_states=host_states,
             bytes_per_block=per_block,
             rates=machine.rates(self.block_size, cost),

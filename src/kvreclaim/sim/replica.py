@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Hashable
 from dataclasses import replace
@@ -59,11 +60,7 @@ def _affordable(room: list[int], most: int, size: int, num_free: int) -> int:
 
     if len(room) * (most // size + 1) <= num_free or needed(most) <= num_free:
         return most
-    low, high = 0, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if needed(middle) <= num_free else (low, middle)
-    return low
+    return bisect_right(range(1, most), num_free, key=needed)
 
 
 def leap(scheduler: Scheduler[Seq], num_steps: int) -> list[Seq]:

@@ -1,1 +1,0 @@
-"""Step times of this machine's engine, and requests at given arrival times."""
