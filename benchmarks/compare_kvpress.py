@@ -32,7 +32,6 @@ from kvreclaim.errors import KVReclaimError
 from kvreclaim.eval.budget import FormatStorage
 from kvreclaim.eval.compare import run_plan
 from kvreclaim.eval.grid import OnProgress
-from kvreclaim.eval.html import write_html
 from kvreclaim.eval.journal import Journal, cell_key
 from kvreclaim.eval.plan import RULER, EvalPlan, GridColumn, TaskOptions
 from kvreclaim.eval.report import EvalReport, EvalRow
@@ -360,4 +359,3 @@ def compare_kvpress(plan: Annotated[ComparePlan, ConfigOptions(config=ComparePla
         report = compare(plan)
         show_report(wide_console(), report)
         report.write_json(plan.out / "report.json")
-        write_html(report, plan.out / "report.html")

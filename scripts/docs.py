@@ -44,7 +44,7 @@ vLLM's options.
 NOUNS = {
     "a policy": "the policy",
     "a ": "the format",
-    **dict.fromkeys(("full_cache", "kv_", "mode", "drop_at", "compress", "priority"), "set"),
+    **dict.fromkeys(("full_cache", "kv_", "drop_at", "compress", "priority"), "set"),
     "sparse": "",
     "sliding windows in the block": "a layer of the model",
 }

@@ -14,7 +14,7 @@ FULL = "full"
 DEFAULT_BUDGET = 2048
 CONTENTS = ("prose", "lookups")
 """Contents of the documents that calibration measures losses on."""
-MEASURED = ("interval", "recent", "protect_prompt", "mode", "recall", "verify")
+MEASURED = ("interval", "recent", "protect_prompt", "mode", "verify")
 """Fields of CompressionSettings that have their defaults where losses are measured."""
 BUDGETS = tuple(32 * each for each in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512))
 """Steps of budget "auto"."""
@@ -141,14 +141,6 @@ class CompressionSettings:
         "File of query statistics. Default: the one beside the weights, else the one in the cache directory.",
         flags=("--kv-compression-stats",),
         typed_as=str,
-    )
-    recall: str | None = option(
-        None,
-        "Keep evicted tokens in host memory (--kv-recall-size) and bring them back when queries need them: "
-        "at compressions (pass), every N tokens too (tokens:N), or at every token (query). Options as in "
-        "query(blocks=8).",
-        flags=("--kv-recall", "--recall"),
-        kw_only=True,
     )
     max_loss: float | None = option(
         None,

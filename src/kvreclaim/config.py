@@ -314,14 +314,6 @@ class EngineConfig:
     kv_offloading_eviction_policy: str = option(
         "slru", "Eviction order of blocks on the host: lru, slru or priority.", panel=OFFLOAD
     )
-    kv_recall_size: float = option(
-        0.0,
-        "GiB of host memory for evicted tokens that requests with recall may bring back. When it is full, "
-        "the least promising pages are dropped. 0: no recall.",
-        low=0.0,
-        high=float(1 << 20),
-        panel=COMPRESSION,
-    )
     speculative_config: str | None = option(
         None,
         "JSON that configures speculative decoding, such as "
@@ -372,8 +364,6 @@ class EngineConfig:
             Feature.OFFLOADING: f"{self.kv_offloading_size:g}" if self.kv_offloading_size else None,
             Feature.NO_OFFLOADING: not self.kv_offloading_size,
             Feature.SWAP: self.preemption_mode == "swap",
-            Feature.RECALL_SIZE: f"{self.kv_recall_size:g}" if self.kv_recall_size else None,
-            Feature.NO_RECALL_SIZE: not self.kv_recall_size,
             Feature.DISK: self.kv_offloading_disk_path,
             Feature.NO_PREFIX_CACHE: not self.enable_prefix_caching,
             Feature.DRAFTS: self.speculative_config,

@@ -30,7 +30,7 @@ GRID = ("--policies", "full,knorm,segments(knorm)", "--budgets", "0.5,0.3", "--t
 
 
 def test_a_grid_writes_its_files_and_prints_a_table(model, tmp_path):
-    files = [tmp_path / f"figures.{kind}" for kind in ("json", "csv", "html")]
+    files = [tmp_path / f"figures.{kind}" for kind in ("json", "csv")]
     named = [part for file in files for part in (f"--{file.suffix[1:]}", file)]
     result = run(model, *GRID, *named, "--out", tmp_path / "out", "--seeds", "0,4")
     assert result.exit_code == 0, result.output
@@ -127,7 +127,7 @@ def test_an_out_that_is_a_file_is_refused_before_the_model_is_loaded(tmp_path):
     assert "is a file; name a directory" in " ".join(result.stderr.split())
 
 
-@pytest.mark.parametrize("option", ["--json", "--csv", "--html"])
+@pytest.mark.parametrize("option", ["--json", "--csv"])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(model, tmp_path, monkeypatch, option):
     ran = []
     monkeypatch.setattr(BatchRunner, "run", lambda *given: ran.append(given) or [])

@@ -130,5 +130,5 @@ def test_recency_is_exact_for_a_million_tokens():
     slots = dataclasses.replace(view, signals=LayerSignals())
     assert StreamingLLM().score(slots)[0, -1] == 1_000_000
     places = torch.arange(1_000_000, -1, -1, dtype=torch.int32)[None]
-    recalled = dataclasses.replace(view, signals=LayerSignals(positions=places))
-    assert StreamingLLM().score(recalled)[0, :2].tolist() == [1_000_000, 999_999]
+    moved = dataclasses.replace(view, signals=LayerSignals(positions=places))
+    assert StreamingLLM().score(moved)[0, :2].tolist() == [1_000_000, 999_999]

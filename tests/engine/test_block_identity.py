@@ -106,7 +106,6 @@ OPTIONS: dict[str, Same] = {
     "kv_load_timeout": Same(0.0, beside=DISK),
     "kv_offloading_disk_write_policy": Same("write_through_selective", beside=DISK),
     "kv_offloading_eviction_policy": Same("priority", beside=OFFLOAD),
-    "kv_recall_size": Same(1 * MIB),
     "speculative_config": Same(DRAFTS),
     "batch_invariant": Names(True, field="backend_layout"),
     "enforce_eager": Same(True),

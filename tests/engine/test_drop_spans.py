@@ -9,6 +9,7 @@ from settings import assert_idle, with_options
 from shadow import Shadow
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams
+from kvreclaim.engine.features.drops.feature import SpanDrops
 from kvreclaim.errors import InvalidArgumentError
 
 SIZE = 16
@@ -300,3 +301,27 @@ def test_layers_with_windows_or_states(family, tiny_dir, monkeypatch):
 def test_what_is_no_span_is_refused(make_llm, wrong):
     with pytest.raises(InvalidArgumentError, match=next(iter(wrong))):
         make_llm().generate([{"prompt_token_ids": [1, 2, 3], **wrong}], SamplingParams(max_tokens=1))
+
+
+@pytest.mark.parametrize("policy", ["surrogate", "h2o"])
+def test_signals_stay_with_their_tokens(policy, make_llm, monkeypatch):
+    """Positions (surrogate) and sums of attention (h2o) of the slots that are left are those from before."""
+    llm = make_llm(max_num_batched_tokens=32)
+    feature, signals, size = llm.engine.feature(SpanDrops), llm.engine.signals, SIZE
+    follow, dropped = feature.follow, []
+
+    def read(seq, num_slots):
+        if policy == "surrogate":
+            return signals.positions(seq, num_slots).clone()
+        return torch.stack([signals.mass(seq, layer, num_slots) for layer in range(2)])
+
+    def watched(seq, done):
+        before = read(seq, done.num_tokens)
+        left = [slot for slot in range(done.num_tokens) if slot // size not in done.entries]
+        follow(seq, done)
+        assert torch.equal(read(seq, len(left)), before[..., left])
+        dropped.extend(done.entries)
+
+    monkeypatch.setattr(feature, "follow", watched)
+    ask(llm, LONG, 8, compressed(policy), drop_spans=[(20, 70), (150, 210)], drop_at=220)
+    assert dropped

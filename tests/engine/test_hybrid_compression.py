@@ -1,5 +1,5 @@
 """Compression over a model with recurrent layers acts on its attention layers, and their states follow it:
-whatever is kept, recalled or begun with, answers are those of the request alone."""
+whatever is kept or begun with, answers are those of the request alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from checking import (
     tokens,
 )
 from prefill_shadow import PrefillShadow
-from recall_shadow import RecallShadow
 from settings import assert_idle, small, with_options
 from shadow import Shadow
 from test_conversations import FIRST, NEW, PROMPT, ask, config, conversation, goes_on, params, told
@@ -92,18 +91,6 @@ def test_preemption_changes_nothing(policy, family, make_llm):
     if family == "lfm2":
         check_preemption(make, small(policy, interval=16), 26)
     check_forks(make, small(policy, budget=40, interval=16), 13)
-
-
-@pytest.mark.parametrize(("recall", "family"), list(zip(("pass", "query"), FAMILIES, strict=False)))
-def test_recalled_tokens(recall, family, make_llm, monkeypatch):
-    llm = make_llm(family, kv_recall_size=0.01, block_size=8, max_num_batched_tokens=32)
-    shadow = RecallShadow(llm, monkeypatch)
-    settings = small("snapkv(window=3)", budget=48, interval=16, recall=f"{recall}(blocks=2)")
-    outputs = llm.generate(tiny.prompts((70, 50), seed=3), GREEDY, settings)
-    assert [out.error for out in outputs] == [None] * 2
-    assert shadow.worst <= 1e-5
-    assert shadow.most_back
-    assert_idle(llm)
 
 
 def test_prompts_that_are_computed_sparsely(make_llm, monkeypatch):

@@ -63,7 +63,6 @@ ENGINE_FREE = frozenset(
         "kv_load_timeout",
         "kv_offloading_disk_write_policy",
         "kv_offloading_eviction_policy",
-        "kv_recall_size",
         "speculative_config",
         "batch_invariant",  # excludes compression
         "enforce_eager",

@@ -49,7 +49,6 @@ NEUTRAL = {
     F.BATCH_INVARIANT: Part(engine={"batch_invariant": True}),
 }
 LOSSY = {
-    F.RECALL: Part(engine={"kv_recall_size": 0.01}, compression={"recall": "pass(blocks=1)", "budget": 48}),
     F.SPARSE_PREFILL: Part(request={"sparse_prefill": POOLED}),
     F.CHUNK_REUSE: Part(
         request={"prompt": [Chunk(REPEATED), Chunk(MIDDLE), LAST], "chunk_reuse": ChunkReuse()}

@@ -111,15 +111,12 @@ def test_decode_steps_are_replayed_and_hand_out_queries_where_policies_keep_some
     assert {kind.queries for _, kind in graphs._replays} == {kept}
 
 
-def test_steps_that_recall_run_without_a_graph_and_the_reason_is_logged_once(make_llm, caplog):
-    llm = make_llm(block_size=4, kv_recall_size=0.01)
+def test_steps_that_score_tokens_run_without_a_graph_and_the_reason_is_logged_once(make_llm, caplog):
+    llm = make_llm()
     graphs, capture = use_graphs(llm)
-    recalling = small("snapkv", budget=32, interval=32, recall="query(blocks=2)")
     with caplog.at_level(logging.INFO, "kvreclaim.engine.execute.graphs"):
-        (out,) = llm.generate(tiny.prompts((50,)), GREEDY, recalling)
+        (out,) = llm.generate(tiny.prompts((50,)), GREEDY, small("kvzap"))
     assert out.error is None
     assert (capture.replays, graphs.refusals.total()) == (0, 39)
     logged = [record.message for record in caplog.records if record.message.startswith("decode graphs")]
-    assert logged == [
-        "decode graphs: a step runs without a graph, because a policy keeps scores of tokens, or recalls some"
-    ]
+    assert logged == ["decode graphs: a step runs without a graph, because a policy keeps scores of tokens"]

@@ -69,16 +69,14 @@ def test_a_system_prompt_alone_is_all_of_it(loaded):
     interval=st.integers(1, 200),
     block_size=st.sampled_from((1, 8, 16, 64)),
     policy=st.sampled_from(("knorm", "paged_eviction", "quest", "shares(knorm)")),
-    recall=st.sampled_from((None, "pass(blocks=1)", "pass(blocks=4)")),
 )
 def test_what_is_served_without_protection_is_served_with_it(
-    num_tokens, budget, recent, sinks, interval, block_size, policy, recall
+    num_tokens, budget, recent, sinks, interval, block_size, policy
 ):
     """At most half of what is free goes to it, in whole blocks, and nothing is refused on its account."""
     if budget <= sinks + recent:
         return
-    recall = recall if policy == "knorm" else None
-    config = CompressionConfig(policy, budget, interval, sinks, recent, recall=recall)
+    config = CompressionConfig(policy, budget, interval, sinks, recent)
     found, plain = config.protecting(num_tokens, block_size), Footprint(block_size=block_size)
     assert found.sinks == sinks or found.sinks <= (budget - recent) // 2
     assert sinks <= found.sinks <= max(sinks, num_tokens + block_size - 1)

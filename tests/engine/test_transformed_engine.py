@@ -113,13 +113,7 @@ def test_policies_keep_the_same_tokens(plain, exact, policy):
 
 POOLED = "pooled(alpha=0.9, rows=16, first=24, last=6, layers=0, block=16, sinks=1, local=1)"
 FEATURES = {
-    "recall": ({"kv_recall_size": 0.01}, {}, CompressionConfig("knorm", recall="query(blocks=1)", **SMALL)),
     "host": ({"full_cache_host_size": 0.001, "num_blocks": 1}, {}, None),
-    "bounds of pages": (
-        {"kv_recall_size": 0.01},
-        {},
-        CompressionConfig("knorm", recall="pass(blocks=1, digest=minmax)", **SMALL),
-    ),
     "verify": ({}, {}, CompressionConfig("query_mixture", verify=True, verify_tokens=8, **SMALL)),
     "sparse prefill": (
         {},

@@ -270,8 +270,8 @@ def test_a_share_below_what_is_always_kept_is_logged_once(make_llm, caplog) -> N
     outputs = llm.generate(long, params)
     assert [output.metrics.budget for output in outputs] == [144, 144]
     assert caplog.messages == [
-        "budget is 10%, 30 tokens of a prompt of 300, but 144 stay, as sinks, recent tokens and recalled "
-        "pages are always kept; lower recent, or raise the budget"
+        "budget is 10%, 30 tokens of a prompt of 300, but 144 stay, as sinks and recent tokens are "
+        "always kept; lower recent, or raise the budget"
     ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import html
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,6 @@ from kvreclaim.compression.trial import FormatOutcome, Trial, TrialOutcome, Tria
 from kvreclaim.config import EngineConfig
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.eval import Answer, Item, TaskScore, evaluate
-from kvreclaim.eval.html import write_html
 from kvreclaim.eval.journal import JOURNAL
 from kvreclaim.eval.plan import EvalPlan, TaskOptions
 from kvreclaim.eval.runner import BatchRunner, open_runners
@@ -201,8 +199,6 @@ def test_auto_is_named_beside_what_the_statistics_name(tmp_path):
             ("full", "False"),
             (best, "True"),
         ]
-    write_html(report, tmp_path / "report.html")
-    assert f"<td>{shown}</td>" in html.unescape((tmp_path / "report.html").read_text())
 
 
 def test_auto_without_a_trial_is_one_sentence(llm):

@@ -38,11 +38,6 @@ REFUSED = [
         "most; ask for a window of 64 or less.",
     ),
     (
-        {**SMALL, "recall": "tokens:65(blocks=1)"},
-        "kv_compression: recall 'tokens:65(blocks=1)' looks back on more queries than the 64 that this "
-        "server keeps; ask for tokens:N with N no larger.",
-    ),
-    (
         {**SMALL, "budget": 65},
         "kv_compression: budget is 65 tokens, but this server keeps 64 at most; ask for 64 or less.",
     ),
@@ -62,7 +57,7 @@ def ask(server: Running, path: str, compression: dict) -> httpx2.Response:
 
 
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize(("compression", "sentence"), REFUSED, ids=["pass", "window", "recall", "kept"])
+@pytest.mark.parametrize(("compression", "sentence"), REFUSED, ids=["pass", "window", "kept"])
 def test_what_is_beyond_is_one_sentence(
     bounded: Running, path: str, compression: dict, sentence: str
 ) -> None:

@@ -137,13 +137,12 @@ def test_counts_are_those_of_the_engine(policy: str, seed: int, tiny_dir) -> Non
     options = {"block_size": size, "num_blocks": num_blocks, "max_num_seqs": 4}
     load = random_load(random, 24)
     found = serve(load, tiny_dir("qwen3"), policy, {**options, "max_num_batched_tokens": CHUNK})
-    for extents, leaps in ((True, True), (False, False)):
+    for leaps in (True, False):
         settings = Settings(
             **options,
             max_num_batched_tokens=CHUNK,
             max_model_len=512,
             footprint=limits(policy, size),
-            extents=extents,
             leaps=leaps,
         )
         assert simulated(Cluster(settings, Linear(1.0)).run(load.asked)) == found

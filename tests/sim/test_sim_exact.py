@@ -1,4 +1,4 @@
-"""What makes the simulator fast changes no count; memory of windows is what the formulas say."""
+"""Leaps over decode steps change no count; memory of windows is what the formulas say."""
 
 from __future__ import annotations
 
@@ -14,21 +14,7 @@ from window_groups import CONTEXTS, SHAPES, GroupsPlan, held_bytes, hit_rows
 
 from kvreclaim.memory.groups.state_slots import StateSizes
 from kvreclaim.memory.windows import ChunkedWindow, Place, Window, grouping
-from kvreclaim.schedule import Footprint
 from kvreclaim.sim.cluster import Cluster
-from kvreclaim.sim.extents.pool import ExtentPool
-from kvreclaim.sim.request import SimRequest
-from kvreclaim.sim.settings import Settings
-
-
-@given(st.integers(0, 2**32))
-@settings(max_examples=300, deadline=None)
-def test_extents_are_blocks(seed: int) -> None:
-    random = Random(seed)
-    chosen, requests = random_settings(random), random_requests(random, 25)
-    extents, blocks = (simulate(replace(chosen, extents=on), requests) for on in (True, False))
-    assert counters(extents) == counters(blocks)
-    assert times(extents) == pytest.approx(times(blocks), rel=1e-9, abs=1e-9)
 
 
 @given(st.integers(0, 2**32))
@@ -36,7 +22,6 @@ def test_extents_are_blocks(seed: int) -> None:
 def test_leaps_are_steps(seed: int) -> None:
     random = Random(seed)
     chosen, requests = random_settings(random), random_requests(random, 25)
-    chosen = replace(chosen, extents=random.random() < 0.5)
     replicas, router = random.choice((1, 3)), random.choice(("rr", "least", "prefix"))
     leaps, steps = (
         simulate(replace(chosen, leaps=on), requests, num_replicas=replicas, router=router)
@@ -57,30 +42,6 @@ def test_leaps_keep_the_states_that_steps_keep(seed: int) -> None:
     leaps, steps = (simulate(replace(chosen, leaps=on, states=states), requests) for on in (True, False))
     assert counters(leaps) == counters(steps)
     assert times(leaps) == pytest.approx(times(steps), rel=1e-9, abs=1e-9)
-
-
-def test_small_blocks_cost_no_more_than_large_ones(monkeypatch) -> None:
-    """Counted, not timed: what is done for a prompt goes by pieces of content, not by blocks."""
-    calls: Counter[int] = Counter()
-    enter, size = ExtentPool._enter, 0
-
-    def counted(self, *args):
-        calls[size] += 1
-        return enter(self, *args)
-
-    monkeypatch.setattr(ExtentPool, "_enter", counted)
-    random = Random(1)
-    requests = [
-        SimRequest(
-            i * 0.1, 512 * 12 + 100, 40, (*range(random.randrange(4)), *range(100 * i, 100 * i + 9)), 512
-        )
-        for i in range(50)
-    ]
-    requests = [replace(each, num_ids=512 * len(each.ids)) for each in requests]
-    for size in (16, 512):
-        footprint = Footprint(block_size=size)
-        simulate(Settings(200_000 // size, size, footprint=footprint), requests)
-    assert 0 < calls[16] < 1.5 * calls[512]
 
 
 def test_the_random_loads_have_it_all() -> None:

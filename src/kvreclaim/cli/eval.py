@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvreclaim import LLM
     from kvreclaim.eval import EvalReport
 
-KINDS = ("json", "csv", "html")
+KINDS = ("json", "csv")
 DEFAULT_TASKS = "recall,multi_query,variable_tracking"
 TASKS = "Tasks"
 BESIDE_RULER = 256
@@ -45,7 +45,6 @@ ENGINE = (
     "max_model_len",
     "spread_compression",
     "enforce_eager",
-    "kv_recall_size",
 )
 
 
@@ -58,7 +57,6 @@ class EvalOutputs:
     )
     json: Path | None = option(None, "Write all results to this JSON file.")
     csv: Path | None = option(None, "Write the rows to this CSV file.")
-    html: Path | None = option(None, "Write the report to this HTML file.")
 
     def __post_init__(self) -> None:
         """Refuse a file that cannot be written before anything has run, not after hours."""
@@ -220,11 +218,7 @@ def _report(run: Callable[..., EvalReport], files: EvalOutputs) -> None:
 
 
 def _write(report: EvalReport, files: EvalOutputs) -> None:
-    from kvreclaim.eval.html import write_html
-
-    writers: tuple[Callable[[Path], None], ...]
-    writers = (report.write_json, report.write_csv, partial(write_html, report))
-    for kind, write in zip(KINDS, writers, strict=True):
+    for kind, write in zip(KINDS, (report.write_json, report.write_csv), strict=True):
         for path in files.of(kind):
             write(path)
             typer.echo(f"wrote {path}", err=True)

@@ -26,7 +26,6 @@ from kvreclaim.compression.refusals import (
     STATISTICS,
     check_policy,
     layer_stats,
-    require_centers,
 )
 from kvreclaim.compression.select import ALWAYS, FREE, PROMPT, lowest_blocks, refuse_nan, select_each
 from kvreclaim.compression.stats import LayerStats, QueryStats
@@ -103,16 +102,11 @@ class Compressor:
         self.eviction_method: EvictionMethod = self.policy.eviction_method
         self.needs: frozenset[Signal] = self.policy.needs if self.eviction_method.evicts else frozenset()
         self.mode = self.policy.default_mode if config.mode is None else Mode(config.mode)
-        self.recall = config.recalled
-        check_policy(self.policy, facts, self.recall)
-        if self.recall is not None:
-            self.mode = Mode.PER_LAYER_HEAD
+        check_policy(self.policy, facts)
         self.rules = Rules(sinks=config.sinks, recent=config.recent, protect_prompt=config.protect_prompt)
         self.stats: tuple[LayerStats, ...] | None = None
-        if self.policy.needs & STATISTICS or (self.recall is not None and self.recall.needs_mixture):
+        if self.policy.needs & STATISTICS:
             self.stats = layer_stats(self.policy, config.stats if stats is None else stats, facts)
-            if self.recall is not None and self.recall.needs_mixture:
-                require_centers(self.policy, self.stats)
         windows = [layer.softmax.window for layer in facts.layers]
         full = [n for n, window in enumerate(windows) if window is None]
         alone = self.mode is Mode.PER_LAYER_HEAD and not self.eviction_method.whole_blocks
@@ -178,7 +172,7 @@ class Compressor:
         """Return the slots that each of several sequences keeps, independently of the other sequences.
 
         Args:
-            keep:  tokens kept; None: the budget, which is the minimum without recall
+            keep:  tokens kept, at least the budget; None: the budget
             check: handles NaN scores, as in select
 
         Returns: [L | 1, K | 1, min(keep, T)] int64 ascending each, by mode. Sliding layers do not vote in
@@ -186,8 +180,7 @@ class Compressor:
         Raises: InvalidArgumentError if the policy gives scores of a wrong shape or NaN.
         """
         keep = self.budget if keep is None else keep
-        at_least = self.budget if self.recall is None else 1
-        assert keep >= at_least, f"{keep} tokens to keep, below the budget of {self.budget}"
+        assert keep >= self.budget, f"{keep} tokens to keep, below the budget of {self.budget}"
         over = [i for i, q in enumerate(questions) if q.num_tokens > keep and self.eviction_method.evicts]
         votes = dict(zip(over, self._votes([questions[i] for i in over], keep), strict=True))
         groups: dict[tuple[int, int], list[int]] = {}

@@ -13,7 +13,6 @@ from kvreclaim.checks import check_choice, require
 from kvreclaim.compression.loss_curve import LossCurve
 from kvreclaim.compression.policy import CompressionPolicy, Mode
 from kvreclaim.compression.registry import make_policy, object_spec, policy_spec
-from kvreclaim.compression.spec.recall import parse_recall
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.compression.stats_metadata import RECALIBRATE
 from kvreclaim.compression_settings import AUTO, FULL, CompressionSettings
@@ -28,7 +27,6 @@ from kvreclaim.schedule.budget.footprint import (
     share_in_blocks,
     sinks_in_blocks,
 )
-from kvreclaim.schedule.budget.recall import Recall
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +57,6 @@ class CompressionConfig(CompressionSettings):
     protect_system: a chat's system prompt and tools are sinks, too (see protecting)
     mode:           "union" | "per_head" | "per_layer_head"; None takes the policy's own. Policies that evict
                     whole blocks, keep unequal numbers or read sparsely accept no other
-    recall:         "pass" | "tokens:N" | "query": evicted tokens are kept in pages on the host and come back
-                    when queries need them (docs/recall.md); None: they are dropped
     verify:         the compressed cache only drafts; the full cache is kept and verifies, so the output is
                     that of a request without compression (docs/lossless.md)
     verify_tokens:  most drafts between two verifications
@@ -95,13 +91,8 @@ class CompressionConfig(CompressionSettings):
                 f"options is {self.options!r}; pass a mapping of option names to values."
             )
         object.__setattr__(self, "options", dict(self.options))
-        recall = self.recalled
         refuse(
             {
-                Feature.RECALL: None if recall is None else repr(recall.mode),
-                Feature.VERIFY: self.verify,
-                Feature.PROTECT_PROMPT: self.protect_prompt,
-                Feature.MODE: None if self.mode in (None, Mode.PER_LAYER_HEAD) else repr(self.mode),
                 Feature.MAX_LOSS: self.max_loss,
                 Feature.POLICY_OPTIONS: bool(self.options),
                 Feature.AUTO_POLICY: self.policy == AUTO,
@@ -135,11 +126,6 @@ class CompressionConfig(CompressionSettings):
             )
         elif self.policy_object is not None and policy_spec(self.policy_object) != given:
             object.__setattr__(self, "policy_object", None)  # replaced by another policy
-
-    @property
-    def recalled(self) -> Recall | None:
-        """Parsed recall setting; None: evicted tokens are dropped."""
-        return None if self.recall is None else parse_recall(self.recall)
 
     def resolved(self, stats: QueryStats | None, model: str) -> CompressionConfig:
         """Replace "auto" by the policy that the statistics name; other configs are returned unchanged.
@@ -187,22 +173,20 @@ class CompressionConfig(CompressionSettings):
 
     def for_prompt(self, num_tokens: int, block_size: int, density: Fraction = SAME) -> CompressionConfig:
         """Convert a budget given as a share of the prompt's bytes into tokens, in whole blocks: at least one
-        more than sinks, recent tokens and recalled pages take. Other budgets do not change.
+        more than sinks and recent tokens take. Other budgets do not change.
 
         density: KVBytes.density of the cache's format
         """
         if self.budget_share is None:
             return self
         sinks = min(self.sinks, settings_of(CompressionSettings)["sinks"].default)
-        recalled = 0 if self.recalled is None else self.recalled.slots(block_size)
-        always = sinks + self.recent + recalled
-        budget = share_in_blocks(self.budget_share, num_tokens, block_size, always, density)
+        budget = share_in_blocks(self.budget_share, num_tokens, block_size, sinks + self.recent, density)
         found = replace(self, budget=budget, sinks=sinks)
         return found if sinks == self.sinks else found._covering(self.sinks, block_size)
 
     def protecting(self, num_tokens: int, block_size: int) -> CompressionConfig:
         """Extend the sinks to cover the first num_tokens of a prompt, its system prompt and tools, in whole
-        blocks, up to half of the budget that recent tokens and recalled pages leave.
+        blocks, up to half of the budget that recent tokens leave.
 
         Returns the config unchanged with protect_system off, and with verify, which is lossless.
         """
@@ -211,8 +195,7 @@ class CompressionConfig(CompressionSettings):
         return self._covering(num_tokens, block_size)
 
     def _covering(self, num_tokens: int, block_size: int) -> CompressionConfig:
-        recalled = 0 if self.recalled is None else self.recalled.slots(block_size)
-        sinks = sinks_in_blocks(num_tokens, self.budget - self.recent - recalled, block_size)
+        sinks = sinks_in_blocks(num_tokens, self.budget - self.recent, block_size)
         if max(sinks, self.sinks) < num_tokens:
             text = (
                 "%d of %d tokens of system prompt and tools are protected; more are over half of the budget"
@@ -245,5 +228,4 @@ class CompressionConfig(CompressionSettings):
             sinks=self.sinks,
             recent=self.recent,
             protect_prompt=self.protect_prompt,
-            recall=self.recalled,
         )

@@ -10,7 +10,6 @@ from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat
 from kvreclaim.refusals import Feature, refuse
-from kvreclaim.schedule.budget.recall import Recall
 
 _PARTS = {
     Signal.QUERY_CENTERS: ("centers", "centres", "with centres"),
@@ -64,24 +63,19 @@ def model_features(facts: ModelFacts) -> dict[Feature, object]:
     layers, name = facts.layers, repr(facts.name)
     windowed = [n for n, layer in zip(facts.ids, layers, strict=True) if layer.softmax.window is not None]
     has_chunks = any(layer.softmax.chunk for layer in layers)
-    shapes = {(each.num_kv_heads, each.head_dim, each.v_head_dim) for each in layers}
     problem = _rotation_problem(facts)
     return {
         Feature.SHARED_WINDOWS: f"layer {windowed[0]} of {name}" if windowed else None,
         Feature.WINDOWS: name if windowed or has_chunks else None,
         Feature.LATENT: name if any(layer.latent for layer in layers) else None,
-        Feature.UNEQUAL_LAYERS: name if len(shapes) > 1 else None,
         Feature.UNKNOWN_ROTATION: None if problem is None else f"{name} ({problem})",
     }
 
 
-def check_policy(policy: CompressionPolicy, facts: ModelFacts, recall: Recall | None = None) -> None:
-    """Raise InvalidArgumentError if the policy, or its recall, contradicts itself or the model."""
-    rotates = policy.cache_relative or policy.needs & STATISTICS or (recall and recall.needs_mixture)
-    beside = {
-        Feature.RECALL: None if recall is None else repr(recall.mode),
-        Feature.NEEDS_ROTATION: policy.name if rotates else None,
-    }
+def check_policy(policy: CompressionPolicy, facts: ModelFacts) -> None:
+    """Raise InvalidArgumentError if the policy contradicts itself or the model."""
+    rotates = policy.cache_relative or policy.needs & STATISTICS
+    beside = {Feature.NEEDS_ROTATION: policy.name if rotates else None}
     refuse(policy_features(policy) | model_features(facts) | beside)
 
 
@@ -118,16 +112,6 @@ def check_inputs(policy: CompressionPolicy, stats: QueryStats, facts: ModelFacts
             f"policy {policy.name} weighs hidden states of {stats.metadata.kvzap_inputs} numbers, and the "
             f"attention layers of {facts.name!r} are given {facts.hidden_size or 'none that could be seen'}; "
             f"{RECALIBRATE}, or use surrogate."
-        )
-
-
-def require_centers(policy: CompressionPolicy, stats: tuple[LayerStats, ...]) -> None:
-    """Raise InvalidArgumentError where recall is to go by a mixture of queries that is not known."""
-    if any(layer.centers is None for layer in stats):
-        raise InvalidArgumentError(
-            f"recall beside policy {policy.name} goes by centres of queries, and the statistics hold none; "
-            f"{RECALIBRATE} with centres, or use source=recent.",
-            field="compression",
         )
 
 

@@ -1,4 +1,4 @@
-"""Optional features of the engine: offload, recall, chunk reuse, drafts, verification.
+"""Optional features of the engine: offload, chunk reuse, drafts, verification.
 
 An engine calls its extensions at fixed points of a step, in the order of their rank. An engine without a
 feature has no extension for it and runs none of its code.

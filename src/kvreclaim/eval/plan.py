@@ -108,7 +108,7 @@ class EvalPlan:
     sparse_prefill: as in EngineConfig; the first one is the baseline's
     chunk_reuse:    ways of reusing the chunks of prompts; the first one is the baseline's
     num_examples:   per cell and seed
-    interval, sinks, recent, protect_prompt, mode, recall, stats: as in CompressionConfig
+    interval, sinks, recent, protect_prompt, mode, stats: as in CompressionConfig
     max_loss, content: likewise, instead of budgets and of all settings before them
     free_running:   also generate if a task scores a gold trace
     batch_size:     examples at once; fewer if the pool holds fewer
@@ -145,7 +145,6 @@ class EvalPlan:
     recent: int = 64
     protect_prompt: bool = False
     mode: str | None = None
-    recall: str | None = None
     stats: Any = None
     max_loss: float | None = None
     content: str | None = None

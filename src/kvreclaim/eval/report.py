@@ -187,14 +187,6 @@ class EvalReport(BaseModel):
         return found
 
     @property
-    def policies(self) -> list[str]:
-        return list(dict.fromkeys(row.policy for row in self.rows))
-
-    @property
-    def kv_cache_dtypes(self) -> list[str]:
-        return list(dict.fromkeys(row.kv_cache_dtype for row in self.rows))
-
-    @property
     def tasks(self) -> list[str]:
         return list(dict.fromkeys(row.task for row in self.rows))
 

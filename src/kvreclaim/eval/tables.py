@@ -1,4 +1,4 @@
-"""The report's tables as text, for the terminal and for HTML."""
+"""The report's tables as text."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from kvreclaim.checks import parse_json, require
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.memory.kv_memory import KVMemory
+from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.outputs import write_json
 from kvreclaim.schedule import Row, ScheduledSequence
 
@@ -192,7 +192,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
-def load_of(rows: Iterable[Row], sequences: Mapping[int, ScheduledSequence], memory: KVMemory) -> StepLoad:
+def load_of(
+    rows: Iterable[Row], sequences: Mapping[int, ScheduledSequence], memory: MemoryManager
+) -> StepLoad:
     """Between `schedule` and `done`: tables have the slots that were computed before."""
     num_tokens = num_seqs = keys = decodes = 0
     pairs = 0.0

@@ -31,7 +31,6 @@ class Feature(StrEnum):
         return feature
 
     VERIFY = "verify mode", Kind.REQUEST
-    RECALL = "recall", Kind.REQUEST
     SPARSE_PREFILL = "sparse prefill", Kind.REQUEST
     CHUNK_REUSE = "chunk reuse", Kind.REQUEST
     COMPRESS_AT = "compress_prompt_at", Kind.REQUEST
@@ -42,7 +41,6 @@ class Feature(StrEnum):
     SCORING = "scoring a continuation", Kind.REQUEST
     SESSION = "saved sessions", Kind.SESSION
     PROTECT_PROMPT = "protect_prompt", Kind.REQUEST
-    RECALL_BETWEEN_PASSES = "recall between passes"
     SKIPS_BLOCKS = "sparse prefill that skips blocks"
     GENERATION = "generating tokens"
     PRIORITY = "priority"
@@ -63,7 +61,6 @@ class Feature(StrEnum):
     STREAM = "stream", Kind.FIELD
     TRUNCATION = "truncation auto", Kind.FIELD
     RETENTION = "a retention"
-    MODE = "mode"
     MAX_LOSS = "max_loss"
     POLICY_OPTIONS = "options of a policy"
     AUTO_POLICY = "policy auto"
@@ -97,8 +94,6 @@ class Feature(StrEnum):
     QUANTISED = "a quantised KV format", Kind.ENGINE
     NO_OFFLOADING = "kv_offloading_size=0"
     SWAP = "preemption_mode=swap"
-    RECALL_SIZE = "kv_recall_size"
-    NO_RECALL_SIZE = "kv_recall_size=0"
     FIRST_COME = "scheduling_policy=fcfs"
     NO_PREFIX_CACHE = "enable_prefix_caching=False"
     ROTATED = "a rotated KV format"
@@ -109,7 +104,6 @@ class Feature(StrEnum):
     RECURRENT = "recurrent layers (hybrid models)", Kind.MODEL
     LATENT = "latent attention (MLA)", Kind.MODEL
     WINDOWS = "sliding windows or chunked attention"
-    UNEQUAL_LAYERS = "layers with unequal heads"
     ALL_WINDOWS = "sliding windows in all layers"
     UNKNOWN_ROTATION = "an unknown rotary embedding"
     NO_TOKENIZER = "no tokenizer"

@@ -15,10 +15,6 @@ GROUPS: Mapping[Group, Texts] = {
         F.OFFLOADING: "kv_offloading_size is {offloading}, and there are no tiers below a cache that is in "
         "host memory itself; leave one of them out",
     },
-    Group("kv_recall_size"): {
-        (F.HOST_CACHE, F.RECALL_SIZE): "full_cache_host_size is {host_cache}, kv_recall_size {recall_size}, "
-        "but a cache in host memory loses nothing that could be recalled; leave one out",
-    },
     Group("full_cache_host_size"): {
         (F.HOST_CACHE, F.SESSION): "sessions cannot be saved while full_cache_host_size is set; start "
         "without it",
@@ -116,40 +112,6 @@ GROUPS: Mapping[Group, Texts] = {
         "{host_cache}, which keeps caches in host memory; set verify=True, leave the compression out, or "
         "start without the size",
     },
-    Group("compression", "recall {recall} is refused: ", (F.RECALL,)): {
-        F.NOT_COMPACTED: "policy {not_compacted} does not move equally many tokens per head together; use "
-        "one that does",
-        F.CACHE_POSITIONS: "policy {cache_positions} turns keys to their slots, and a page has no slots; "
-        "use positions=original",
-        F.PROMPT_ONLY: "policy {prompt_only} compresses only the prompt, so no later pass weighs what came "
-        "back; use when=always, or another policy",
-        F.TOKEN_SCORES: "policy {token_scores} keeps scores by slot, which do not follow tokens to the "
-        "host; use surrogate",
-        F.WINDOWS: "{windows} has layers with sliding windows, whose tokens never come back; leave recall "
-        "out",
-        F.LATENT: "{latent} caches latents, which have no digests; leave recall out",
-        F.UNEQUAL_LAYERS: "{unequal_layers} has layers with different KV heads; leave recall out",
-        F.DRAFTS: "several drafts are computed at once, but each token has its own pages; start without "
-        "speculative_config",
-        F.NO_RECALL_SIZE: "kv_recall_size is 0, so there is no host memory for evicted tokens; start with "
-        "some GiB",
-        F.COMPRESS_AT: "compress_prompt_at keeps its result for other requests without cold pages; leave it "
-        "out",
-    },
-    Group("compression", "recall {recall_between_passes} is refused: ", (F.RECALL_BETWEEN_PASSES,)): {
-        **dict.fromkeys(
-            (F.SEVERAL_OUTPUTS, F.BEAM_SEARCH),
-            "pages that come back between passes would be written into blocks that outputs share; use "
-            "recall pass, or n=1 without beams",
-        ),
-    },
-    Group("recall", features=(F.RECALL,)): {
-        F.VERIFY: "verify is set with recall, but a cache that only drafts has no cold pages; leave one out",
-        F.PROTECT_PROMPT: "protect_prompt protects the leading slots, but recalled tokens come later; leave "
-        "it or recall out",
-        F.MODE: "mode is {mode}, but under recall each KV head holds its own tokens; leave mode, or recall, "
-        "out",
-    },
     Group("options", "options belong to a policy, and ", (F.POLICY_OPTIONS,)): {
         F.MAX_LOSS: "max_loss is about the policy of the loss curve; leave one out",
     },
@@ -189,7 +151,6 @@ GROUPS: Mapping[Group, Texts] = {
         "computed",
         F.TOKEN_SCORES: "policy {token_scores} needs signals of every token, and reused ones are not "
         "computed",
-        F.RECALL: "recall needs the queries of every token, and reused tokens are not computed",
         F.COMPRESS_AT: "compress_prompt_at is given, and prompts that reuse nothing would find its result",
         F.PROMPT_LOGPROBS: "reused tokens are not computed and so have no prompt_logprobs",
         F.SKIPS_BLOCKS: "sparse prefill {skips_blocks} reads blocks of computed prompts; use "
@@ -197,7 +158,6 @@ GROUPS: Mapping[Group, Texts] = {
     },
     Group("drop_spans", "spans of the prompt are dropped (drop_spans, kv_drop), but ", (F.DROPS,)): {
         F.VERIFY: "the full cache checks the drafts of verify mode; leave one of them out",
-        F.RECALL: "recall brings tokens back; leave one of them out",
         F.SKIPS_BLOCKS: "sparse prefill {skips_blocks} chooses among all blocks; use sparse_prefill='dense'",
         F.CHUNK_REUSE: "chunks are reused out of place; pass the prompt as one text",
         F.COMPRESS_AT: "compress_prompt_at keeps its result for requests that drop nothing; leave one of "

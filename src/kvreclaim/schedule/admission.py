@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Generic
 
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.memory.kv_memory import KVMemory
+from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.schedule.fair_share import FairShare
 from kvreclaim.schedule.in_flight import InFlight, InFlightStates
@@ -19,7 +19,7 @@ from kvreclaim.schedule.state import SchedulerContext, StepPlanBuilder
 from kvreclaim.schedule.step import Admitted
 
 
-def own_slots(seq: ScheduledSequence, match: PrefixMatch, memory: KVMemory) -> int:
+def own_slots(seq: ScheduledSequence, match: PrefixMatch, memory: MemoryManager) -> int:
     """Slots that a sequence takes besides the blocks of its prefix match."""
     if memory.offload.parking.is_parked(seq.seq_id):
         return _slots_to_resume(seq, match, memory)
@@ -56,7 +56,7 @@ def _becomes_own(seq: ScheduledSequence) -> bool:
     return moves and first_pass is not None and first_pass < seq.max_len
 
 
-def slots_of_fork(seq: ScheduledSequence, snapshot: ScheduledSequence, memory: KVMemory) -> int:
+def slots_of_fork(seq: ScheduledSequence, snapshot: ScheduledSequence, memory: MemoryManager) -> int:
     """Slots of a fork of a snapshot: those after the shared blocks, with a copy of the last one, or all of
     them if a later pass makes blocks its own; and the snapshot's, if it has to be loaded first."""
     size, known, footprint = memory.block_size, len(seq.token_ids), seq.footprint
@@ -70,7 +70,7 @@ def slots_of_fork(seq: ScheduledSequence, snapshot: ScheduledSequence, memory: K
     return slots if parked is None else slots + len(parked.held) * size
 
 
-def _slots_to_resume(seq: ScheduledSequence, match: PrefixMatch, memory: KVMemory) -> int:
+def _slots_to_resume(seq: ScheduledSequence, match: PrefixMatch, memory: MemoryManager) -> int:
     """Slots of a parked sequence and its group: those held before, their next tokens, and certain growth."""
     size, parking, growth = memory.block_size, memory.offload.parking, 0
     for each in (seq, *seq.followers):
@@ -88,7 +88,7 @@ def _slots_to_resume(seq: ScheduledSequence, match: PrefixMatch, memory: KVMemor
     return (parking.num_to_resume(seq.seq_id, match, others) + growth) * size
 
 
-def _copied_at_first_pass(seq: ScheduledSequence, held: int, memory: KVMemory) -> int:
+def _copied_at_first_pass(seq: ScheduledSequence, held: int, memory: MemoryManager) -> int:
     """Blocks that its first pass takes at this size, because it writes no shared blocks."""
     if seq.account.compactions or not _becomes_own(seq):
         return 0
@@ -96,7 +96,7 @@ def _copied_at_first_pass(seq: ScheduledSequence, held: int, memory: KVMemory) -
     return max(0, kept - (held - memory.num_shared_of(seq.seq_id)))
 
 
-def known_growth(running: Iterable[ScheduledSequence], memory: KVMemory, *, prompts: bool) -> int:
+def known_growth(running: Iterable[ScheduledSequence], memory: MemoryManager, *, prompts: bool) -> int:
     """Slots that running sequences will certainly take: up to and including the next pass, after which blocks
     are freed. Admitting into them would only cause a preemption.
 

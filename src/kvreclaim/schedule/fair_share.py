@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Generic
 
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.memory.kv_memory import KVMemory
+from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.schedule.preemption_cost import VictimOrder, choose_victims
 from kvreclaim.schedule.queue import Seq, Tenant
@@ -31,7 +31,9 @@ class FairShare(Generic[Seq]):
     seats, blocks: a tenant's part
     """
 
-    def __init__(self, memory: KVMemory, running: list[Seq], num_tenants: int, max_num_seqs: int) -> None:
+    def __init__(
+        self, memory: MemoryManager, running: list[Seq], num_tenants: int, max_num_seqs: int
+    ) -> None:
         self.seats = max(1, max_num_seqs // num_tenants)
         self.blocks = memory.num_pool_blocks // num_tenants
         self._memory = memory

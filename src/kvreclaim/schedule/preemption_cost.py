@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from kvreclaim.checks import check_choice
-from kvreclaim.memory.kv_memory import KVMemory
+from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.schedule.queue import Seq
 from kvreclaim.schedule.rates import Rates
 from kvreclaim.schedule.sequence import ScheduledSequence
@@ -36,19 +36,19 @@ class PreemptionCostModel:
     def measure(self, bytes_per_block: int) -> None:
         self.bytes_per_block = bytes_per_block
 
-    def swaps(self, group: Group, memory: KVMemory) -> bool:
+    def swaps(self, group: Group, memory: MemoryManager) -> bool:
         """Whether their blocks are moved to host slots, if there are some."""
         if self.mode == "recompute" or not memory.offload.num_slots:
             return False
         return self.mode == "swap" or self.swap_s(group, memory) < self.recompute_s(group, memory)
 
-    def swap_s(self, group: Group, memory: KVMemory) -> float:
+    def swap_s(self, group: Group, memory: MemoryManager) -> float:
         """Seconds to move them out and in, shared blocks once; blocks that are in a slot need no move out."""
         size, ids = self.bytes_per_block, [seq.seq_id for seq in group]
         held = {block for seq_id in ids for block in memory.table(seq_id).blocks()}
         return self.rates.swap_s(memory.offload.parking.num_to_park(ids) * size, len(held) * size)
 
-    def recompute_s(self, group: Group, memory: KVMemory) -> float:
+    def recompute_s(self, group: Group, memory: MemoryManager) -> float:
         """Seconds to recompute them: for exact ones only what will not be found, including blocks of the
         first one; otherwise all."""
         total, computed = 0.0, set[int | None]()
@@ -64,7 +64,7 @@ class PreemptionCostModel:
             total += self.rates.recompute_s(seq.num_computed, found, seq.account.compactions)
         return total
 
-    def back_s(self, group: Group, memory: KVMemory) -> float:
+    def back_s(self, group: Group, memory: MemoryManager) -> float:
         """Seconds to resume, by the cheaper way that the mode allows."""
         again = self.recompute_s(group, memory)
         if self.mode == "recompute" or not memory.offload.num_slots:
@@ -116,7 +116,7 @@ class LeastCost:
     """Preempt the group that resumes fastest; of equals the one admitted last."""
 
     preemption: PreemptionCostModel
-    memory: KVMemory
+    memory: MemoryManager
 
     def __call__(self, group: Group, place: int) -> tuple[float, ...]:
         return -self.preemption.back_s(group, self.memory), place
@@ -128,7 +128,7 @@ _SIMPLE: Mapping[str, VictimOrder] = MappingProxyType(
 
 
 def victim_order(
-    name: str, *, by_priority: bool, preemption: PreemptionCostModel, memory: KVMemory
+    name: str, *, by_priority: bool, preemption: PreemptionCostModel, memory: MemoryManager
 ) -> VictimOrder:
     """Resolve auto: priority under priority scheduling, else last. Raises: InvalidArgumentError."""
     check_choice("preemption_victim", name, VICTIM_POLICIES)

@@ -11,7 +11,7 @@ from typing import Generic
 
 from kvreclaim.checks import check_choice
 from kvreclaim.memory.changes import NO_GROWTH
-from kvreclaim.memory.kv_memory import KVMemory
+from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.schedule.admission import Admission
 from kvreclaim.schedule.budget.compaction import Pass
 from kvreclaim.schedule.budget.drops import Drop
@@ -64,7 +64,7 @@ class Scheduler(Generic[Seq]):
 
     def __init__(
         self,
-        memory: KVMemory,
+        memory: MemoryManager,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -292,7 +292,7 @@ class Scheduler(Generic[Seq]):
         footprint, first = seq.footprint, seq.num_computed
         if len(seq.token_ids) != first + 1 or seq.draft_ids or seq.followers or step.tokens is not None:
             return False
-        if footprint.sparse is not None or footprint.recall is not None:
+        if footprint.sparse is not None:
             return False
         if not self.memory.has_room(seq.seq_id, 1):
             return False

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Generic
 
 from kvreclaim.memory.block_table import BlockTable
-from kvreclaim.memory.kv_memory import KVMemory
+from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.schedule.disk_prefixes import DiskPrefixIndex
 from kvreclaim.schedule.queue import Seq, Tenant
 from kvreclaim.schedule.snapshot_key import SnapshotKey
@@ -37,7 +37,7 @@ class Snapshots(Generic[Seq]):
     """
 
     def __init__(
-        self, memory: KVMemory, max_blocks: int, clock: Callable[[], float] = time.monotonic
+        self, memory: MemoryManager, max_blocks: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.memory, self._parking = memory, memory.offload.parking
         self.max_blocks, self.clock = max_blocks, clock

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 from kvreclaim.memory.changes import Growth
-from kvreclaim.memory.kv_memory import KVMemory
+from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.prefix_cache import PrefixMatch
 from kvreclaim.schedule.fair_share import FairShare, PromptTokens
 from kvreclaim.schedule.queue import Queue, Seq, Tenant
@@ -77,7 +77,7 @@ class StepPlanBuilder(Generic[Seq]):
             self.preempted.append(lost)
         self.admitted = begun
 
-    def plan(self, memory: KVMemory, snapshots: Snapshots[Seq] | None = None) -> StepPlan:
+    def plan(self, memory: MemoryManager, snapshots: Snapshots[Seq] | None = None) -> StepPlan:
         """memory: its transfers are moved into the plan; snapshots: evicted ones are, too"""
         rows: list[Row] = []
         copies: list[tuple[int, int]] = []
@@ -110,7 +110,7 @@ class SchedulerContext(Generic[Seq]):
     """Shared state. running: in the order of admission; num_steps: planned so far, including the current one;
     clock: prompt tokens processed so far, computed or found."""
 
-    memory: KVMemory
+    memory: MemoryManager
     max_num_seqs: int
     waiting: Queue[Seq]
     snapshots: Snapshots[Seq]

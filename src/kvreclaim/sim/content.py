@@ -66,12 +66,13 @@ class TraceKeys(BlockKeys):
     """The keys of a simulated sequence's blocks: numbers of Links, no hash. The same tokens in the same place
     have the same key, and sequences with one tail find each other's."""
 
-    __slots__ = ("_counts", "_numbers", "_size", "_tokens")
+    __slots__ = ("_counts", "_num_whole", "_numbers", "_size", "_tokens")
 
     def __init__(self, links: Links, tokens: TraceTokens) -> None:
         self.salt, self.lasting = None, True
         self._size, self._tokens = links.block_size, tokens
         self._numbers, self._counts = links.walk(tokens)
+        self._num_whole = sum(self._counts)
         self._uids = [root_uid(None)]
         self._known: list[BlockKey] = []
 
@@ -88,11 +89,6 @@ class TraceKeys(BlockKeys):
     def num_tokens(self) -> int:
         return len(self._tokens)
 
-    @property
-    def groups(self) -> tuple[list[int], list[int]]:
-        """Numbers and counts, as in Links.walk."""
-        return self._numbers, self._counts
-
     def num_shared(self, other: BlockKeys, most: int) -> int:
         assert isinstance(other, TraceKeys), f"{type(other).__name__} are no keys of a trace"
         found, pieces = 0, zip(self._numbers, other._numbers, strict=False)
@@ -106,14 +102,12 @@ class TraceKeys(BlockKeys):
     def __getitem__(self, index: int) -> BlockKey:
         known = self._known
         if index >= len(known):
-            whole = [
-                (n, place) for n, c in zip(self._numbers, self._counts, strict=False) for place in range(c)
-            ]
-            tail = self._numbers[-1]
-            known.extend(BlockKey(key, key) for key in (_KEY.pack(*each) for each in whole[len(known) :]))
-            for place in range(len(known) - len(whole), index + 1 - len(whole)):
-                key = _KEY.pack(tail, place)
-                known.append(BlockKey(key, key))
+            pack, tail = _KEY.pack, self._numbers[-1]
+            if not known:
+                for number, count in zip(self._numbers, self._counts, strict=False):
+                    known.extend(BlockKey(key, key) for key in (pack(number, i) for i in range(count)))
+            places = range(len(known) - self._num_whole, index + 1 - self._num_whole)
+            known.extend(BlockKey(key, key) for key in (pack(tail, i) for i in places))
         return known[index]
 
     def name(self, index: int) -> BlockName:
@@ -126,7 +120,7 @@ class TraceKeys(BlockKeys):
 
 
 class TraceMemory(MemoryManager):
-    """Block by block. links: of the trace."""
+    """The memory manager of a simulated replica. links: numbers of the trace's contents"""
 
     def __init__(self, num_blocks: int, block_size: int, links: Links, **others: Any) -> None:
         super().__init__(num_blocks, block_size, **others)

@@ -142,7 +142,6 @@ def describe(scenario: Scenario, outcome: SimulationResult, wall_s: float) -> di
         "tokens_evicted": sum(each.tokens_evicted for each in replicas),
         "num_blocks": settings.num_blocks,
         "block_size": settings.block_size,
-        "counted_in": "extents" if settings.counts_in_extents else "blocks",
         "peak_blocks": max((each.peak_in_use for each in outcome.memory), default=0),
         "blocks_moved": sum(each.blocks_moved for each in replicas),
         "goodput": goodput(scenario, outcome),

@@ -9,7 +9,7 @@ from functools import partial
 from kvreclaim.checks import check_int, require
 from kvreclaim.memory.eviction import DEFAULT_ORDER
 from kvreclaim.memory.groups.state_slots import StateSizes
-from kvreclaim.memory.kv_memory import KVMemory
+from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.memory.offload import OffloadSlots
 from kvreclaim.offload.plan.tiered_offload import NEVER, TieredOffload
 from kvreclaim.schedule.budget.footprint import Footprint
@@ -17,7 +17,6 @@ from kvreclaim.schedule.preemption_cost import PreemptionCostModel
 from kvreclaim.schedule.rates import Rates
 from kvreclaim.schedule.scheduler import Scheduler
 from kvreclaim.sim.content import Links, TraceMemory
-from kvreclaim.sim.extents.memory import ExtentMemory
 from kvreclaim.sim.request import Simulated
 
 
@@ -31,8 +30,8 @@ class Settings:
     max_model_len:   that no sequence exceeds; None: whatever the pool can hold
     host_blocks:     0: nothing lies below the pool
     host_states:     of recurrent layers, behind prefixes in host_blocks; 0: no prefixes lie there
-    leaps, extents:  count decode steps, and blocks, in groups where that changes no count
-    states:          slots of recurrent layers; None: the model has none. Blocks are then counted one by one
+    leaps:           count decode steps in groups where that changes no count
+    states:          slots of recurrent layers; None: the model has none
     spread:          due points differ between requests, as spread_compression makes them
     """
 
@@ -52,7 +51,6 @@ class Settings:
     bytes_per_block: int = 0
     rates: Rates = field(default_factory=Rates)
     leaps: bool = True
-    extents: bool = True
     spread: bool = False
     by_prompt: Callable[[int], Footprint] | None = None
     states: StateSizes | None = None
@@ -85,20 +83,8 @@ class Settings:
         """Whether any request may be compressed."""
         return self.by_prompt is not None or self.footprint.eviction_method.evicts
 
-    @property
-    def counts_in_extents(self) -> bool:
-        """Whether blocks may be counted in extents: only where that is exact."""
-        return self.extents and self.eviction_policy == "lru" and not self.host_blocks and not self.states
-
-    def memory(self, links: Links) -> KVMemory:
+    def memory(self, links: Links) -> MemoryManager:
         """An empty pool."""
-        if self.counts_in_extents:
-            return ExtentMemory(
-                self.num_blocks,
-                self.block_size,
-                links,
-                enable_prefix_caching=self.enable_prefix_caching,
-            )
         slots = partial(
             TieredOffload,
             num_host_slots=self.host_blocks,
@@ -116,7 +102,7 @@ class Settings:
             states=self.states,
         )
 
-    def scheduler(self, memory: KVMemory) -> Scheduler[Simulated]:
+    def scheduler(self, memory: MemoryManager) -> Scheduler[Simulated]:
         """The engine's own."""
         return Scheduler(
             memory,

@@ -69,7 +69,6 @@ class Question:
     compress_prompt_at: int | None = None
     max_len: int | None = None
     sparse: str | None = None
-    recall: str | None = None
     verify: int = 0
     limits: str | None = None
     sinks: int = 1

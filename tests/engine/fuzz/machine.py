@@ -144,7 +144,6 @@ class Machine:
     def engine(self, setup: Setup) -> LLM:
         facts = self._first.loaded.facts
         block_bytes = kv_format(setup.kv_format, facts.dtype).bytes_per_block(facts.layers, BLOCK_SIZE)
-        heads, cold_units = facts.layers[0].num_kv_heads, 0 if setup.on_host else setup.cold_units
         state_bytes = setup.host_states * facts.state_bytes
         host_bytes = (setup.host_slots + 0.5) * block_bytes + state_bytes
         state_share = (state_bytes + block_bytes / 8) / host_bytes
@@ -176,7 +175,6 @@ class Machine:
             kv_offloading_disk_path=self._new_directory() if setup.disk_slots else None,
             kv_offloading_disk_size=disk_bytes / 2**30 or 1.0,
             kv_load_policy=setup.load_policy,
-            kv_recall_size=cold_units * block_bytes / (facts.num_layers * heads) / 2**30,
             speculative_config={**DRAFTS, "num_speculative_tokens": setup.drafts} if setup.drafts else None,
         )
         llm.engine.scheduler.in_flight.least_tokens = setup.least_shared
@@ -210,7 +208,6 @@ class Machine:
             kernels=setup.kernels,
             compress_prompt_at=self.compress_prompt_at(ask, prompt),
             sparse=ask.sparse,
-            recall=ask.recall if ask.policy is not None and setup.recalls and not verify else None,
             verify=verify,
             limits=None if ask.kind in ("beams", "score") else ask.limits,
             sinks=ask.sinks,
@@ -233,7 +230,6 @@ class Machine:
             interval=question.interval,
             sinks=question.sinks,
             recent=2,
-            recall=question.recall,
             verify=question.verify > 0,
             verify_tokens=question.verify or 1,
         )
@@ -263,7 +259,6 @@ class Machine:
                 max_num_batched_tokens=question.chunk,
                 prefix_caching=False,
                 prefix_snapshot_fraction=0.0,
-                cold_units=100_000,
             )
             self._roomy[key] = self.engine(setup)
         llm = self._roomy[key]

@@ -50,27 +50,6 @@ POLICIES = (
 """Every built-in policy, every way of compressing, wrappers; then the odd ones of the tests."""
 
 
-RECALLS = ("pass(blocks=1)", "pass(blocks=1, packing=pca)", "tokens(every=2, blocks=1)", "query(blocks=1)")
-"""Ways in which evicted tokens come back."""
-RECALLING = (
-    "query_mixture",
-    "triattention",
-    "expected_attention",
-    "snapkv(window=3)",
-    "surrogate",
-    "r_kv(window=3)",
-    "h2o",
-    "tova",
-    "keydiff",
-    "knorm",
-    "streaming_llm",
-    "random",
-    "critical(knorm)",
-    "protect(knorm, first=3)",
-)
-"""Policies that they go with."""
-
-
 SPARSE = (
     "pooled(alpha=0.9, rows=8, first=8, last=2, layers=0, block=4, sinks=1, local=1)",
     "pooled(alpha=0.5, rows=16, first=4, last=4, layers=1, block=8, sinks=0, local=0)",
@@ -85,12 +64,11 @@ LIMITS = ("allowed", "bad_words", "bias", "pairs", "nested")
 @dataclass(frozen=True)
 class Setup:
     """An engine. shadow: every attention call is compared, else answers alone; least_shared: tokens that are
-    worth waiting for while others compute them; windows: the family of a model some of whose layers have
-    them; plain_windows: these keep fp32; drafts: tokens that are guessed for a sequence at most; on_host: the
-    blocks lie in host memory; cold_units: pages of evicted tokens that the host holds; conversations: turns
-    go on from what earlier ones have kept; hybrid: the family of a model some of whose layers are recurrent;
-    state_checkpoints, state_interval, host_states: of these; broken_copies: of states to and from the host
-    every so many fail."""
+    worth waiting for while others compute them; windows: a model family with sliding windows in some layers;
+    plain_windows: these keep fp32; drafts: tokens that are guessed for a sequence at most; on_host: the
+    blocks lie in host memory; conversations: turns go on from what earlier ones have kept; hybrid: a model
+    family with some recurrent layers; state_checkpoints, state_interval, host_states: of these;
+    broken_copies: of states to and from the host every so many fail."""
 
     kv_format: str = "fp32"
     kernels: str = "reference"
@@ -113,18 +91,12 @@ class Setup:
     plain_windows: bool = False
     drafts: int = 0
     on_host: bool = False
-    cold_units: int = 0
     conversations: bool = False
     hybrid: str = ""
     state_checkpoints: int | None = None
     state_interval: int = 0
     host_states: int = 0
     broken_copies: int = 0
-
-    @property
-    def recalls(self) -> bool:
-        """Whether evicted tokens may come back: elsewhere nobody asks, or most would be refused."""
-        return bool(self.cold_units) and not self.drafts
 
 
 @dataclass(frozen=True)
@@ -153,7 +125,6 @@ class Ask:
     priority: int = 0
     salt: str | None = None
     stop: tuple[int, ...] = ()
-    recall: str | None = None
     fault: str | None = None
     retention: int = 0
     tenant: str | None = None
@@ -223,7 +194,6 @@ class Habits:
     compress_prompt_at: int | None
     sparse: tuple[str | None, ...]
     reuse: tuple[str | None, ...]
-    recalls: tuple[str | None, ...]
     verify: tuple[int, ...]
     limits: tuple[str | None, ...]
 
@@ -241,7 +211,6 @@ class Habits:
             compress_prompt_at=random.choice((None, 14, 16, 20)),
             sparse=random.choice(((None,), (None,), (None, *SPARSE), SPARSE)),
             reuse=random.choice(((None,), (None, *SELECTIONS), SELECTIONS)),
-            recalls=random.choice(((None,), (None, *RECALLS), RECALLS)),
             verify=random.choice(((0,), (0, 1, 5), (3, 8))),
             limits=random.choice(((None,), (None, *LIMITS), LIMITS)),
         )
@@ -262,7 +231,6 @@ def crowded(random: Random, setup: Setup, operations: list[Operation]) -> tuple[
         windows="",
         plain_windows=False,
         drafts=0,
-        cold_units=0,
         prefix_caching=True,
         num_blocks=random.choice((8, 9, 10, 11, 12, 14, 17)),
         max_num_seqs=random.choice((4, 6)),
@@ -283,7 +251,6 @@ def crowded(random: Random, setup: Setup, operations: list[Operation]) -> tuple[
             stop=(),
             sparse=None,
             reuse=None,
-            recall=None,
             verify=random.choice((0, 0, 0, 4)),
             compress_prompt_at=each.compress_prompt_at if random.random() < 0.3 else None,
         )
@@ -313,7 +280,6 @@ def talking(random: Random, setup: Setup, operations: list[Operation]) -> tuple[
             turn_of=random.choice((None, 0, 1, 2)),
             kind=each.kind if each.kind in kinds else random.choice(kinds),
             max_tokens=random.choice((4, 9, 14)),
-            recall=None,
             verify=0,
             sparse=None,
             reuse=None,
@@ -346,7 +312,6 @@ def dropping(random: Random, setup: Setup, operations: list[Operation]) -> tuple
                 cut=random.choice((16, 20, 27)),
                 policy=each.policy if random.random() < 0.7 else None,
                 verify=0,
-                recall=None,
                 sparse=None,
                 reuse=None,
                 compress_prompt_at=None,
@@ -398,7 +363,6 @@ def random_setup(random: Random) -> Setup:
         write_policy=random.choice(("write_through", "write_through_selective")),
         least_shared=random.choice((1, 4, 8, 64)),
         windows=windows,
-        cold_units=random.choice((0, 120, 4000, 4000)),
         plain_windows=bool(windows)
         and not host_slots
         and kv_format in ("int8", "fp8_e4m3")
@@ -428,27 +392,12 @@ def random_ask(random: Random, habits: Habits) -> Ask:
         compress_prompt_at=habits.compress_prompt_at if random.random() < 0.8 else None,
         sparse=random.choice(habits.sparse),
         reuse=random.choice(habits.reuse),
-        recall=random.choice(habits.recalls),
         verify=random.choice(habits.verify),
         limits=random.choice(habits.limits),
         sinks=random.choice((1, 1, 4)),
     )
     if ask.verify and ask.policy is not None:  # most of what else may be asked for excludes it
-        return replace(ask, compress_prompt_at=None, sparse=None, reuse=None, recall=None)
-    if ask.recall is not None and random.random() < 0.9:  # most of what excludes it is left out
-        recall = RECALLS[0] if ask.kind in ("many", "beams") else ask.recall
-        policy = ask.policy if ask.policy in RECALLING else random.choice(RECALLING)
-        cut = random.choice((20, 27, 27))  # most shorter ones are never compressed
-        return replace(
-            ask,
-            cut=cut,
-            recall=recall,
-            policy=policy,
-            max_tokens=14,
-            compress_prompt_at=None,
-            reuse=None,
-            verify=0,
-        )
+        return replace(ask, compress_prompt_at=None, sparse=None, reuse=None)
     if ask.reuse is None:
         return ask
     policy = ask.policy if ask.seed else None  # most of what else may be asked for excludes chunks

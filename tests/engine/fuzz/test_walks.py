@@ -15,7 +15,6 @@ from operations import (
     FORMATS,
     KINDS,
     POLICIES,
-    RECALLS,
     Abort,
     Ask,
     Brittle,
@@ -146,7 +145,6 @@ def test_a_random_walk_over_blocks_in_host_memory(seed, machine, oracle, monkeyp
     setup = replace(
         drawn.setup,
         on_host=True,
-        cold_units=0,
         shadow=False,
         host_slots=0,
         disk_slots=0,
@@ -174,7 +172,7 @@ def test_random_walks_that_verify(on_host, machine, oracle):
         setup = replace(drawn.setup, windows="", plain_windows=False, shadow=False, drafts=seed % 3)
         if on_host:
             setup = replace(setup, on_host=True, host_slots=0, disk_slots=0)
-            setup = replace(setup, preemption_mode="auto", cold_units=0)
+            setup = replace(setup, preemption_mode="auto")
         policies = cycle(POLICIES[seed % 5 :: 3])
         operations = tuple(
             replace(
@@ -231,7 +229,6 @@ ASK = st.builds(
     tail=st.lists(st.sampled_from([5, 9]), max_size=4).map(tuple),
     policy=st.none() | st.sampled_from(POLICIES),
     interval=st.integers(4, 7),
-    recall=st.none() | st.sampled_from(RECALLS),
     kind=st.sampled_from(KINDS),
     max_tokens=st.integers(1, 12),
     priority=PICK,
@@ -244,7 +241,6 @@ SETUP = st.builds(
     num_blocks=st.integers(8, 30),
     max_num_seqs=st.integers(3, 6),
     max_num_batched_tokens=st.sampled_from([6, 16, 40]),
-    cold_units=st.sampled_from([0, 4000]),
     least_shared=st.sampled_from([1, 4, 64]),
     scheduling_policy=st.sampled_from(["fcfs", "priority", "cache"]),
 )

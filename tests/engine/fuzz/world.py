@@ -14,7 +14,6 @@ from machine import Brittle as BrittlePolicy
 from machine import Machine
 from operations import Abort, Ask, Brittle, NotFinite, Operation, Raise, Reset, Setup, Step
 from prefill_shadow import PrefillShadow
-from recall_shadow import Recalling
 
 from kvreclaim.chunks import ChunkReuse, Chunks
 from kvreclaim.engine.attend.chunks import expanded
@@ -31,10 +30,6 @@ COMPRESSION = ("policy", "budget", "interval", "sinks", "compress_prompt_at", "s
 """Of an Ask: what the turns of a conversation have in common."""
 OFF_NATIVE = 1e-4
 """Of native kernels over codes."""
-
-
-class _RecallingPrefill(Recalling, PrefillShadow):
-    """Of prompts that are computed sparsely, and evicted tokens that come back."""
 
 
 @dataclass
@@ -69,7 +64,7 @@ class World:
         self.by_id: dict[str, FuzzedRequest] = {}
         self.shadow: Any = None
         if self.setup.shadow:
-            self.shadow = _RecallingPrefill(self.llm, self.patch)
+            self.shadow = PrefillShadow(self.llm, self.patch)
         self._watch()
 
     def _watch(self) -> None:
@@ -166,8 +161,6 @@ class World:
         elif ask.policy == "brittle":
             self.harmed = True
             asked.may_fail = "its policy may raise"
-        elif question.recall is not None and self.setup.cold_units < 4000:
-            asked.may_fail = "cold memory may be full"
         self.asked.append(asked)
         self.by_id[name] = asked
         self.counts["asked"] += 1
@@ -203,13 +196,7 @@ class World:
 
     def check(self) -> None:
         """What must hold between any two steps."""
-        memory, recalls = self.engine.memory, self.engine.recalls
-        memory.check()
-        if recalls is not None:
-            assert recalls.tables.keys() <= self.engine.lifecycle.sequences.keys(), (
-                "pages of an ended sequence"
-            )
-            recalls.pool.check([table.held for table in recalls.tables.values()])
+        self.engine.memory.check()
         for asked in self.asked:
             error = asked.request.error
             chosen_anew = asked.request.reuse is not None and self.harmed  # by a pass that may fail
@@ -269,8 +256,6 @@ class World:
         self.counts["waits for others"] += self.engine.scheduler.in_flight.num_waits
         self.counts["fairness"] += totals.preemptions["fairness"]
         self.counts["passes"] += totals.compactions
-        self.counts["recalled pages"] += totals.recall_pages
-        self.counts["dropped pages"] += totals.cold_dropped
         self.counts["hit tokens"] += self.engine.memory.stats().prefix_hit_tokens
         self.counts["searches"] += sum(asked.question.kind == "beams" for asked in self.asked)
         self.counts["copies"] += self.engine.memory.stats().cow_copies
@@ -310,9 +295,8 @@ class World:
         whose windows hold all tokens, for the host's sake: alone, they have tables of their own, and other
         layers choose what is evicted."""
         special = {GUILTY, POISON} & set(asked.question.prompt)
-        bounded = asked.question.recall is not None and self.setup.cold_units < 4000
         in_one_table = bool(self.setup.windows and self.setup.host_slots and asked.question.policy)
-        promised = not special and not bounded and not in_one_table
+        promised = not special and not in_one_table
         promised = promised and asked.request.request_id not in self.gone_on
         return self.setup.kv_format == "fp32" and promised
 

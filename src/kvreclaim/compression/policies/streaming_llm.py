@@ -15,7 +15,7 @@ from kvreclaim.options import option
 @dataclass(frozen=True)
 class StreamingLLM(CompressionPolicy):
     """Keeps the first `sinks` and the last `budget - sinks` tokens: score = index of the token, or its
-    position, if recalled tokens lie after later ones.
+    position, where the view has positions.
 
     The sinks are protected by CompressionConfig.sinks (4, as published), not by the score.
 

@@ -21,7 +21,7 @@ from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import KVFormat, plain_format
-from kvreclaim.refusals import Feature, refuse
+from kvreclaim.refusals import refuse
 from kvreclaim.refusals.max_loss import ENGINE_MEASURED, refuse_chunk, refuse_unmeasured
 
 logger = logging.getLogger(__name__)
@@ -121,8 +121,8 @@ class Compressors:
             return
         self._has_warned = True
         text = (
-            "budget is %.4g%%, %d tokens of a prompt of %d, but %d stay, as sinks, recent tokens and "
-            "recalled pages are always kept; lower recent, or raise the budget"
+            "budget is %.4g%%, %d tokens of a prompt of %d, but %d stay, as sinks and recent tokens are "
+            "always kept; lower recent, or raise the budget"
         )
         logger.warning(text, 100 * share, tokens, num_tokens, found.budget)
 
@@ -159,11 +159,8 @@ class Compressors:
     def _make(self, config: CompressionConfig) -> Compressor:
         config = self.resolved(config)
         policy, source = config.make_policy(), stats_source(config, self._stats_file)
-        recall = config.recalled
-        recalls = {} if recall is None else {Feature.RECALL: repr(recall.mode)}
-        refuse(policy_features(policy) | format_features(self._kv_format) | recalls)
-        needs_stats = policy.needs & STATISTICS or (recall is not None and recall.needs_mixture)
-        stats = self._read(source) if source is not None and needs_stats else None
+        refuse(policy_features(policy) | format_features(self._kv_format))
+        stats = self._read(source) if source is not None and policy.needs & STATISTICS else None
         served = replace(config, stats=source).in_blocks(self._block_size)
         if served.budget != config.budget:
             text = "%s: a budget of %d tokens is served as %d, in blocks of %d"

@@ -1,1 +1,1 @@
-"""Compression passes: which tokens a policy keeps, where they move, and how evicted ones come back."""
+"""Compression passes: which tokens a policy keeps, and where they move."""

@@ -67,9 +67,7 @@ class PassContext:
         self.signals.compacted(job.seq, kept)
 
     def _needs_positions(self, job: CompactionJob) -> bool:
-        """Return whether a sliding window or recall needs positions that do not follow from slots."""
-        if job.compressor.recall is not None:
-            return True
+        """Return whether a sliding window needs positions that do not follow from slots."""
         windows = any(layer.softmax.window is not None for layer in self.facts.layers)
         return windows and not job.compressor.policy.cache_relative
 

@@ -12,8 +12,6 @@ from kvreclaim.engine.compact.cells import UnevenPass
 from kvreclaim.engine.compact.compact import Compact
 from kvreclaim.engine.compact.job import CompactionJob, CompactionResult, PassMethod
 from kvreclaim.engine.compact.pass_context import PassContext
-from kvreclaim.engine.compact.recall_pass import RecallPass
-from kvreclaim.engine.compact.recalls import Recalls
 from kvreclaim.engine.request.outputs import EngineTotals
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
@@ -25,7 +23,7 @@ class CompressionPass:
     Therefore every sequence chooses before anything moves, and moves follow the order of the plans.
     """
 
-    def __init__(self, context: PassContext, totals: EngineTotals, recalls: Recalls | None = None) -> None:
+    def __init__(self, context: PassContext, totals: EngineTotals) -> None:
         self.context = context
         self.totals = totals
         self.methods: dict[EvictionMethod, PassMethod] = {
@@ -33,7 +31,6 @@ class CompressionPass:
             EvictionMethod.BLOCKS: Blocks(context),
             EvictionMethod.CELLS: UnevenPass(context),
         }
-        self._recall = None if recalls is None else RecallPass(context, recalls)
 
     def run(self, jobs: ListLike[CompactionJob]) -> list[CompactionResult | Exception]:
         """Carry out planned passes.
@@ -44,11 +41,13 @@ class CompressionPass:
         started = time.perf_counter()
         choices = choose_together(
             [job.compressor for job in jobs],
-            lambda compressor, places: self._way(compressor).choose([jobs[i] for i in places]),
+            lambda compressor, places: self._method(compressor).choose([jobs[i] for i in places]),
         )
         scored = time.perf_counter()
         outcomes: list[CompactionResult | Exception] = [
-            choice if isinstance(choice, Exception) else tried(self._way(job.compressor).apply, job, choice)
+            choice
+            if isinstance(choice, Exception)
+            else tried(self._method(job.compressor).apply, job, choice)
             for job, choice in zip(jobs, choices, strict=True)
         ]
         for job in jobs:
@@ -58,8 +57,5 @@ class CompressionPass:
         self.totals.compact_s += time.perf_counter() - scored
         return outcomes
 
-    def _way(self, compressor: Compressor) -> PassMethod:
-        if compressor.recall is None:
-            return self.methods[compressor.eviction_method]
-        assert self._recall is not None, "a request with recall was refused"
-        return self._recall
+    def _method(self, compressor: Compressor) -> PassMethod:
+        return self.methods[compressor.eviction_method]

@@ -275,7 +275,7 @@ class ModelRunner:
             graphs.refuse("a companion's policy keeps queries, attention or scores of tokens")
             return None
         if watched and not all(follow_from_queries(item.seq.request.compressor) for item in special):
-            graphs.refuse("a policy keeps scores of tokens, or recalls some")
+            graphs.refuse("a policy keeps scores of tokens")
             return None
         if any(map(reads_part, special)):
             graphs.refuse("a policy reads some of the blocks")

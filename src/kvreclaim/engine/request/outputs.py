@@ -234,9 +234,6 @@ class EngineTotals:
     swaps:       of these, sequences with their blocks' bytes kept on the host
     finished:    sequences by finish reason
     counts:      counters of features, by the names of their metrics
-    recall_pages: pages of one (layer, KV head) that came back into recall blocks; recall_bytes: theirs
-    recall_hits: of pages that were back at a pass, those of which a token stayed for good
-    cold_dropped: pages dropped for lack of cold memory
     streamed_bytes: of a full cache in host memory: brought to the device; written_bytes: of its blocks that
                  got tokens, back to the host; stream_buffer_bytes: what the buffers on the device take now
     """
@@ -251,10 +248,6 @@ class EngineTotals:
     score_s: float = 0.0
     compact_s: float = 0.0
     swaps: int = 0
-    recall_pages: int = 0
-    recall_hits: int = 0
-    recall_bytes: int = 0
-    cold_dropped: int = 0
     speculation: SpeculationTotals = field(default_factory=SpeculationTotals)
     streamed_bytes: int = 0
     written_bytes: int = 0

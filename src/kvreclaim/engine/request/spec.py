@@ -83,13 +83,9 @@ def footprint_of(
         plain = replace(plain, windows=groups.windows, trailing=groups.trailing)
     if compressor is None:
         return plain
-    settings, recall, least = compressor.config, compressor.recall, config.block_size
+    settings = compressor.config
     window = window_of(compressor.policy) if compressor.eviction_method.evicts else 1
-    if recall is not None:  # the recent tokens must not reach the recalled ones, nor a window's queries
-        least = max(least, settings.recent, compressor.policy.query_window)
-        if window is not None and recall.needs_queries:
-            window = max(window, recall.every)
-    choices = max(1, settings.interval - least + 1) if config.spread_compression else 1
+    choices = max(1, settings.interval - config.block_size + 1) if config.spread_compression else 1
     return replace(
         settings.footprint(plain),
         window=window,

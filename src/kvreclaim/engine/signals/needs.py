@@ -31,8 +31,6 @@ def signal_bytes(compressor: Compressor, facts: ModelFacts, num_slots: int, bloc
         found += layer.num_kv_heads * num_slots * torch.float32.itemsize
     if compressor.eviction_method.sparse_reads:
         found += 2 * layer.num_kv_heads * layer.head_dim * (num_slots // block_size) * torch.float32.itemsize
-    if (recall := compressor.recall) is not None and recall.needs_queries:
-        found += recall.every * layer.num_heads * layer.head_dim * facts.dtype.itemsize
     return facts.num_layers * found
 
 
@@ -42,9 +40,7 @@ def is_watched(seq: Sequence) -> bool:
     compressor = seq.request.compressor
     if compressor is None:
         return False
-    recall, needs = compressor.recall, compressor.needs
-    if recall is not None and (recall.needs_queries or recall.mode == "query"):
-        return True
+    needs = compressor.needs
     if not needs & WATCHED:
         return False
     if Signal.TOKEN_SCORES in needs:
@@ -55,7 +51,7 @@ def is_watched(seq: Sequence) -> bool:
 
 def follow_from_queries(compressor: Compressor | None) -> bool:
     """Return whether the signals that a step adds for a request follow from its queries and the cache."""
-    return compressor is None or (compressor.recall is None and Signal.TOKEN_SCORES not in compressor.needs)
+    return compressor is None or Signal.TOKEN_SCORES not in compressor.needs
 
 
 def keeps_queries(compressor: Compressor) -> bool:
@@ -72,16 +68,6 @@ def feeds_companion(verify: Verify | None) -> bool:
 def window_of(seq: Sequence) -> int:
     assert seq.request.compressor is not None, f"sequence {seq.seq_id} has no compression"
     return seq.request.compressor.policy.query_window
-
-
-def windows_of(seq: Sequence) -> set[int]:
-    """Numbers of recent queries kept of a sequence: for its policy, for recall."""
-    compressor, found = seq.request.compressor, set()
-    if compressor is not None and Signal.RECENT_QUERIES in needs_of(compressor):
-        found.add(compressor.policy.query_window)
-    if compressor is not None and compressor.recall is not None and compressor.recall.needs_queries:
-        found.add(compressor.recall.every)
-    return found
 
 
 def chunk_salt(salt: str | None) -> str:

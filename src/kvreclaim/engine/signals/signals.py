@@ -16,7 +16,7 @@ from kvreclaim.compression.policy import LayerSignals, Signal
 from kvreclaim.compression.signal_needs import needs_of
 from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.engine.signals.late import LateRows, LateSignals
-from kvreclaim.engine.signals.needs import is_watched, signal_bytes, window_of, windows_of
+from kvreclaim.engine.signals.needs import is_watched, signal_bytes, window_of
 from kvreclaim.engine.signals.observer import Observer, QueryWrite, StepMass, as_last, score_write
 from kvreclaim.engine.signals.slot_scores import SlotScores, score_bytes
 from kvreclaim.engine.signals.store import ByteBudget, DigestStore, MassStore, QueryStore
@@ -112,7 +112,7 @@ class PassSignals:
     @cached_property
     def queries(self) -> Tensor:
         """[L, H, n, D]"""
-        return self.signals.queries_of(self.seq, slice(None), window_of(self.seq))
+        return self.signals.queries_of(self.seq)
 
     @cached_property
     def token_scores(self) -> Tensor:
@@ -230,8 +230,8 @@ class Signals:
         watched = [i for i in watched if not step[i].row.num_drafts]
         by_window: dict[int, list[int]] = {}
         for i in watched:
-            for window in windows_of(step[i].seq):
-                by_window.setdefault(window, []).append(i)
+            if Signal.RECENT_QUERIES in needs_of(step[i].seq.request.compressor):
+                by_window.setdefault(window_of(step[i].seq), []).append(i)
         for window, members in by_window.items():
             queries.append(self._query_write(window, [(step[i], starts[i]) for i in members]))
         summed = [i for i in watched if Signal.ATTENTION_MASS in needs_of(step[i].seq.request.compressor)]
@@ -285,15 +285,9 @@ class Signals:
         """[K, num_slots] the attention that slots got, where it is summed."""
         return self._mass.row(seq.seq_id)[layer, :, :num_slots]
 
-    def queries_of(self, seq: Sequence, layer: int | slice, window: int) -> Tensor:
-        """[H, n, D] the last n <= window queries of one layer, where they are kept; [layers, H, n, D] of a
-        slice."""
-        return self._queries[window].last(seq.seq_id, layer, seq.num_computed)
-
-    def clear_mass(self, seq: Sequence, layer: int, slots: slice, heads: Tensor) -> None:
-        """Zero the attention of slots that hold other tokens now. heads: [K] bool, the KV heads of these."""
-        if seq.seq_id in self._mass:
-            self._mass.row(seq.seq_id)[layer, :, slots].masked_fill_(heads, 0.0)
+    def queries_of(self, seq: Sequence) -> Tensor:
+        """[L, H, n, D] the last n queries, at most as many as its policy needs, where they are kept."""
+        return self._queries[window_of(seq)].last(seq.seq_id, slice(None), seq.num_computed)
 
     def positions(self, seq: Sequence, num_slots: int) -> Tensor:
         """[L, K, num_slots] int32 logical position of every slot written so far."""

@@ -10,7 +10,6 @@ from torch import Tensor
 from kvreclaim.compression.config import StatsSource
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.config import EngineConfig
-from kvreclaim.engine.compact.recalls import STAGING_BLOCKS, Recalls
 from kvreclaim.engine.execute.graphs import decode_graphs
 from kvreclaim.engine.execute.recurrent import RecurrentStates
 from kvreclaim.engine.execute.runner import ModelRunner
@@ -173,9 +172,7 @@ def make_storage(
 
     num_blocks = memory.pool.num_blocks
     if not config.full_cache_host_size:
-        staging = STAGING_BLOCKS if config.kv_recall_size else 0
-        cache = allocate(num_blocks + staging)
-        return Storage(memory, cache, None, None, file, state_file, rates)
+        return Storage(memory, allocate(num_blocks), None, None, file, state_file, rates)
     assert config.num_blocks is not None, "the engine's limits are set"
     cache = full_cache(config, groups, backend, form, like, num_blocks)
     stream = streamed_layers(cache, groups, backend, like, totals)
@@ -274,17 +271,6 @@ def describe(
     windows = "" if groups.parts == 1 else f", windows {plain_format(loaded.facts.dtype).name}"
     kernels = f"{choice.describe()}; {loaded.modules}; KV {form.name}{windows}"
     return "; ".join(filter(None, [kernels, *(each.describe() for each in extensions.ordered)]))
-
-
-def make_recalls(
-    config: EngineConfig, cache: KVCache, backend: Backend, groups: LayerGroups, totals: EngineTotals
-) -> Recalls | None:
-    """None where the config gives evicted tokens no host memory."""
-    if not config.kv_recall_size:
-        return None
-    assert config.num_blocks is not None, "the engine's limits are set"
-    max_bytes = int(config.kv_recall_size * 2**30)
-    return Recalls(cache, backend, groups.facts, config.num_blocks, max_bytes, totals)
 
 
 def make_scheduler(

@@ -17,7 +17,6 @@ from kvreclaim.compression.config import StatsSource
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.compact.pass_context import PassContext
 from kvreclaim.engine.compact.passes import CompressionPass
-from kvreclaim.engine.compact.recall_refresh import RecallExtension
 from kvreclaim.engine.extension import Extensions
 from kvreclaim.engine.feature import RequestFeature, take_options
 from kvreclaim.engine.lifecycle.lifecycle import Lifecycle
@@ -40,7 +39,6 @@ from kvreclaim.engine.step.assembly import (
     keeps_snapshots_on_disk,
     make_host_states,
     make_offload,
-    make_recalls,
     make_runner,
     make_scheduler,
     make_snapshots,
@@ -153,11 +151,8 @@ class Engine:
             if keeps_snapshots_on_disk(config, storage, scheduler):
                 _ = self.snapshots  # those of an earlier run are found
         self.runner = make_runner(loaded, config, groups, storage, backend, self.signals, self.extensions)
-        self.recalls = make_recalls(config, self.cache, backend, groups, totals)
-        if self.recalls is not None:
-            self.extensions.add(RecallExtension(self.recalls, self.memory, self.signals))
         context = PassContext(self.memory, self.cache, backend, groups.facts, self.signals)
-        self.compression = CompressionPass(context, totals, self.recalls)
+        self.compression = CompressionPass(context, totals)
         self.output_processor = OutputProcessor(self.lifecycle, self.compression)
         self.executor = StepExecutor(self.runner, self.lifecycle, self.output_processor)
         self.drafter = make_drafter(config, loaded, draft)
@@ -165,9 +160,7 @@ class Engine:
             self.extensions.add(self.drafter)
         self.kernels = describe(loaded, groups, form, choice, self.extensions)
         logger.log(logging.WARNING if choice.why_not else logging.INFO, self.kernels)
-        self.factory = RequestFactory(
-            loaded, self.limits, groups, self.features, self.signals, self.recalls, on
-        )
+        self.factory = RequestFactory(loaded, self.limits, groups, self.features, self.signals, on)
         self._num_added = 0
 
     @cached_property
@@ -199,10 +192,6 @@ class Engine:
         longest = self.loaded.facts.max_position
         self.max_model_len = bounded_by_pool(footprint, self.limits, given=requested, longest=longest)
         self.runner.expect(compressor)
-
-    def cold_bytes(self) -> int:
-        """Return the bytes of host memory that evicted tokens of all sequences take."""
-        return 0 if self.recalls is None else self.recalls.pool.bytes_in_use
 
     def tier_stats(self) -> TierStats | None:
         """Statistics of host and disk; None without host slots."""

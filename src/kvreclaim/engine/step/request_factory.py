@@ -12,7 +12,6 @@ from kvreclaim.checks import check_text, is_int, require
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.refusals import format_features, model_features, policy_features
 from kvreclaim.config import EngineConfig
-from kvreclaim.engine.compact.recalls import Recalls
 from kvreclaim.engine.feature import RequestDraft, RequestFeature
 from kvreclaim.engine.request.request import Request, Scores
 from kvreclaim.engine.request.spec import RequestSpec, footprint_of
@@ -89,18 +88,6 @@ def check_salt_and_priority(cache_salt: str | None, priority: object) -> None:
         "cache_salt holds the character NUL, which is reserved; remove it.",
         "cache_salt",
     )
-
-
-def check_recall(compressor: Compressor, config: EngineConfig, recalls: Recalls | None) -> None:
-    """Raise InvalidArgumentError if host memory is too small for the recall of one sequence."""
-    if recalls is not None and (recall := compressor.recall) is not None:
-        least, num_rows = recalls.least_rows(recall.blocks), recalls.pool.num_rows
-        require(
-            least <= num_rows,
-            f"recall {recall.mode!r} is refused: kv_recall_size {config.kv_recall_size} GiB holds {num_rows} "
-            f"pages, and one sequence needs {least}; raise it.",
-            "compression",
-        )
 
 
 def bounded_by_pool(footprint: Footprint, config: EngineConfig, *, given: int | None, longest: int) -> int:
@@ -241,7 +228,6 @@ class RequestFactory:
     groups: LayerGroups
     engine: Mapping[Feature, object]
     signals: Signals
-    recalls: Recalls | None
     features: tuple[RequestFeature, ...]
 
     def make(
@@ -270,7 +256,6 @@ class RequestFactory:
         check_length(*lengths, footprint, config, policy=policy)
         if compressor is not None:
             self.signals.check(compressor)
-            check_recall(compressor, config, self.recalls)
         max_len = output_limit(
             *lengths, params.max_tokens, footprint, config, may_end_early=spec.may_end_early
         )
@@ -364,13 +349,10 @@ def compression_features(compressor: Compressor, *, scored: bool) -> dict[Featur
 
     scored: whether all tokens are given, so that none is generated
     """
-    policy, recall, config = compressor.policy, compressor.recall, compressor.config
-    mode = None if recall is None else repr(recall.mode)
+    policy, config = compressor.policy, compressor.config
     return policy_features(policy) | {
         Feature.VERIFY: config.verify,
         Feature.EVICTS: None if config.verify or policy.eviction_method.keeps_all else policy.name,
         Feature.PROTECT_PROMPT: config.protect_prompt,
         Feature.GENERATION: not scored,
-        Feature.RECALL: mode,
-        Feature.RECALL_BETWEEN_PASSES: mode if recall is not None and recall.between else None,
     }

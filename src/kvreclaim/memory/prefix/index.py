@@ -173,28 +173,28 @@ class BlockKeys:
         return child
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Link:
     """A point in a chain that a block can be appended to; the root of a salt is one.
 
     serial is unique, so equal serials mean the same entry (or the same root epoch).
     """
 
-    serial: int
-    salt: str | None
+    serial: Final[int]
+    salt: Final[str | None]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Entry(Link):
     """A full block that can be hit.
 
     digest, tokens: the block's key; parent: serial of the link before it.
     """
 
-    digest: bytes
-    block: int
-    tokens: bytes
-    parent: int
+    digest: Final[bytes]
+    block: Final[int]
+    tokens: Final[bytes]
+    parent: Final[int]
 
 
 class PrefixIndex:

@@ -21,7 +21,6 @@ from kvreclaim.schedule.budget.account import EvictionCounters
 from kvreclaim.schedule.budget.drops import Drops
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 from kvreclaim.schedule.budget.protection import kept_prompt_slots
-from kvreclaim.schedule.budget.recall import Recall
 from kvreclaim.schedule.budget.sparse import SparseRows
 
 SAME = Fraction(1)
@@ -70,7 +69,6 @@ class Footprint:
     windows:    of sliding-window layers, in blocks of the same pool, compressed or not
     trailing:   the widest window if all layers have one; an uncompressed sequence then holds no more
     sparse:     the sparsely computed rows of the prompt; blocks after them are not shared
-    recall:     how evicted tokens return, into the last blocks of the budget; None: never
     shareable_until: leading tokens in shareable blocks; None: all
     drops:      spans that leave the cache, at the latest at shareable_until; None: no drops
     """
@@ -93,7 +91,6 @@ class Footprint:
     trailing: Window | None = None
     sparse: SparseRows | None = None
     shareable_until: int | None = None
-    recall: Recall | None = None
     drops: Drops | None = None
 
     def dropping(self, drops: Drops) -> Footprint:
@@ -193,10 +190,7 @@ class Footprint:
         live = num_computed - account.num_evicted
         if prompt_left > 0:
             return min(prompt_left, max(1, self.prompt_cap - live))
-        until = max(1, self._due_at(num_prompt, account.last_computed) - live)
-        if self.recall is not None and self.recall.between and account.num_evicted:
-            return min(until, self.recall.tokens_until(num_computed))
-        return until
+        return max(1, self._due_at(num_prompt, account.last_computed) - live)
 
     def reads_sparsely(self, num_computed: int, num_prompt: int) -> bool:
         """Whether the next tokens read only some blocks, so that they are not exact."""
@@ -331,43 +325,16 @@ def check_blocks(footprint: Footprint, name: str) -> None:
     """Raise InvalidArgumentError for an eviction method that these blocks cannot serve."""
     size, budget, interval = footprint.block_size, footprint.budget, footprint.interval
     uneven, least = footprint.eviction_method.uneven, footprint.least_budget
-    problem = _recall_problem(footprint)
     if uneven and interval < size:
-        problem = (
+        raise InvalidArgumentError(
             f"interval is {interval} tokens, but under {name} heads trade whole blocks of {size}, "
-            f"and would have none to trade after the first pass; raise the interval to at least {size}"
+            f"and would have none to trade after the first pass; raise the interval to at least {size}.",
+            field="compression",
         )
-    elif budget < least:
-        problem = (
+    if budget < least:
+        raise InvalidArgumentError(
             f"budget is {budget} tokens, but {name} goes by whole blocks of {size}, and those of "
             f"{footprint.sinks} sinks and {footprint.recent} recent tokens may take {least}; raise the "
-            f"budget to {least}, or lower recent or block_size"
+            f"budget to {least}, or lower recent or block_size.",
+            field="compression",
         )
-    if problem is not None:
-        raise InvalidArgumentError(f"{problem}.", field="compression")
-
-
-def _recall_problem(footprint: Footprint) -> str | None:
-    """Why recalled pages do not fit among the blocks of the budget; None if they do."""
-    recall, size = footprint.recall, footprint.block_size
-    if recall is None:
-        return None
-    budget, slots = footprint.budget, recall.slots(size)
-    always = footprint.sinks + footprint.recent
-    if budget % size:
-        return (
-            f"budget is {budget} tokens, but recalled pages take its last whole blocks of {size}; make it a "
-            f"multiple, such as {max(1, budget // size) * size}"
-        )
-    if budget - slots <= always:
-        return (
-            f"budget is {budget} tokens, but {recall.blocks} recalled blocks of {size} with {always} sinks "
-            f"and recent tokens leave no place; raise it above {always + slots}, or lower blocks"
-        )
-    least = max(slots, footprint.recent, footprint.window or 1)
-    if footprint.interval < least:
-        return (
-            f"interval is {footprint.interval} tokens, but under recall it must cover the {slots} recalled "
-            f"slots, the {footprint.recent} recent tokens and the policy's window; raise it to {least}"
-        )
-    return None

@@ -5,11 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.memory.changes import CompactionPlan, Id, Shrunk, TableState
-from kvreclaim.memory.kv_memory import KVMemory
+from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.schedule.budget.account import EvictionCounters
 from kvreclaim.schedule.budget.compaction import Pass, plan_compaction
 from kvreclaim.schedule.budget.drops import Drop, blocks_within
@@ -30,15 +30,6 @@ class LedgerPool(Protocol[Id]):
         all its other blocks."""
 
 
-@runtime_checkable
-class Runs(Protocol):
-    """A pool that counts blocks without naming them."""
-
-    def compact(self, seq_id: int, keep: int) -> Shrunk | None:
-        """Plan and shrink, as plan_compaction and shrink would; None: too few blocks. The returned ids are
-        placeholders."""
-
-
 def compress(
     seq_id: Id,
     num_computed: int,
@@ -56,12 +47,7 @@ def compress(
     live = num_computed - account.num_evicted
     keep = footprint.kept(live)
     assert keep < live, f"sequence {seq_id} is due with {live} tokens, of which {keep} stay"
-    source_ids: tuple[int, ...] = ()
-    shrunk: Shrunk | None
-    if footprint.eviction_method.moves and isinstance(pool, Runs) and isinstance(seq_id, int):
-        shrunk = pool.compact(seq_id, keep)
-    else:
-        source_ids, shrunk = _in_blocks(seq_id, live, keep, footprint, pool)
+    source_ids, shrunk = _in_blocks(seq_id, live, keep, footprint, pool)
     if shrunk is None:
         return None
     prompt = account.prompt_now(num_computed, num_prompt)
@@ -86,7 +72,7 @@ def take_choice(
     gone: Sequence[int],
     prompt_slots: int | None,
     account: EvictionCounters,
-    memory: KVMemory,
+    memory: MemoryManager,
 ) -> Pass[int]:
     """Apply a choice of whole blocks: drop these full entries of the sequence's table and set the leading
     prompt slots (None: as planned). Returns: the final pass."""
@@ -105,7 +91,7 @@ def drop_spans(
     footprint: Footprint,
     account: EvictionCounters,
     dropped: Sequence[int],
-    memory: KVMemory,
+    memory: MemoryManager,
 ) -> tuple[Drop, tuple[int, ...]]:
     """Free the blocks wholly within a dropped span, of tokens since the last pass: no token moves.
 

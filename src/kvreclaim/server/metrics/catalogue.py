@@ -112,7 +112,6 @@ GAUGES = (
     ),
     _gauge("kvreclaim:parked_sequences", "Preempted outputs with KV kept on the host."),
     _gauge("kvreclaim:parked_slots", "Host slots used only by preempted outputs."),
-    _gauge("kvreclaim:cold_bytes", "Host memory for evicted tokens that may be recalled."),
     _gauge("kvreclaim:compressed_prefix_files", "Compressed prefixes on disk."),
     _gauge("kvreclaim:compressed_prefix_file_bytes", "Size of compressed prefixes on disk, in whole pages."),
     _gauge(
@@ -157,10 +156,6 @@ COUNTERS = (
     _counter("kvreclaim:compactions", "Compression passes."),
     _counter("kvreclaim:compaction_seconds", "Time spent moving tokens and freeing blocks."),
     _counter("kvreclaim:scoring_seconds", "Time spent choosing the tokens to keep."),
-    _counter("kvreclaim:recall_pages", "Pages of evicted tokens of one head brought back into the cache."),
-    _counter("kvreclaim:recall_bytes", "Bytes of recalled pages."),
-    _counter("kvreclaim:recall_hits", "Recalled pages of which the next pass kept a token."),
-    _counter("kvreclaim:cold_dropped", "Pages dropped because --kv-recall-size was reached."),
     _counter("vllm:spec_decode_num_drafts", "Drafts: one per sequence and step that computed draft tokens."),
     _counter("vllm:spec_decode_num_draft_tokens", "Draft tokens computed."),
     _counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted."),

@@ -85,7 +85,6 @@ class MetricsObserver:
         self.blocks_taken = 0
         self.step_s = 0.0
         self.totals = engine.totals  # shared with the engine; only grows
-        self.cold_bytes = engine.cold_bytes
         self.tier_stats = engine.tier_stats  # read only on request
         self.figures = _read(engine)
         self._longest = engine.longest
@@ -297,11 +296,6 @@ def _compression_values(seen: MetricsObserver) -> dict[str, Values]:
         "kvreclaim:compactions": totals.compactions,
         "kvreclaim:compaction_seconds": totals.compact_s,
         "kvreclaim:scoring_seconds": totals.score_s,
-        "kvreclaim:recall_pages": totals.recall_pages,
-        "kvreclaim:recall_bytes": totals.recall_bytes,
-        "kvreclaim:recall_hits": totals.recall_hits,
-        "kvreclaim:cold_dropped": totals.cold_dropped,
-        "kvreclaim:cold_bytes": seen.cold_bytes(),
         **_draft_values(seen),
     }
 

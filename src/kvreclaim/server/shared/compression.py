@@ -58,7 +58,6 @@ def check_limits(config: CompressionConfig, own: CompressionConfig | None, limit
         chosen = own.make_policy()
         keeps_all = own.verify or not chosen.eviction_method.evicts
         least, window = min(least, own.interval), max(window, chosen.query_window)
-        window = max(window, own.recalled.every if own.recalled is not None else 0)
         most = most if most is None or own.is_of_prompt else max(most, own.budget)
     require(
         config.interval >= least or policy.prompt_only or not policy.eviction_method.evicts,
@@ -69,12 +68,6 @@ def check_limits(config: CompressionConfig, own: CompressionConfig | None, limit
         policy.query_window <= window,
         f"policy {config.policy!r} looks back on {policy.query_window} queries, but this server keeps "
         f"{window} at most; ask for a window of {window} or less.",
-    )
-    recall = config.recalled
-    require(
-        recall is None or recall.every <= window,
-        f"recall {config.recall!r} looks back on more queries than the {window} that this server keeps; "
-        "ask for tokens:N with N no larger.",
     )
     require(
         most is None or keeps_all or (policy.eviction_method.evicts and not config.verify),

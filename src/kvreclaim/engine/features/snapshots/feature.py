@@ -97,7 +97,6 @@ class PromptSnapshots(RequestFeature):
             and config.enable_prefix_caching
             and self._engine.scheduler.snapshots.max_blocks > 0
             and (footprint.bounded or only_drops)
-            and footprint.recall is None
             and all(each is None for each in special)
         )
 

@@ -40,7 +40,7 @@ SUPPORTED = (
     "query_mixture, triattention, expected_attention, surrogate, kvzap, snapkv, tova, r_kv, knorm, keydiff, "
     "lagkv, random or streaming_llm, or shares(...) around one of them"
 )
-NOT_TAKEN = ("stats", "recall", "verify", "verify_tokens", "auto_budget", "budget_share", "policy_object")
+NOT_TAKEN = ("stats", "verify", "verify_tokens", "auto_budget", "budget_share", "policy_object")
 """Fields of CompressionConfig that are set elsewhere, or that vLLM's scheduler has no place for."""
 Look = Callable[[bool], str | None]
 """Finds the file of the model's statistics where none is named; whether one may be made."""

@@ -1,1 +1,0 @@
-"""Pages of evicted tokens: their packing, their digests and their scores. Moves no bytes."""

@@ -1,1 +1,0 @@
-"""The block pool counted in runs of blocks that were computed together: same answers, no loop over blocks."""
