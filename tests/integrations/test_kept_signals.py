@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_applier import FakeRows, make_pass, output
 from test_head_cells import SETTINGS, Request, Walk, make_layers
+from torch import Tensor
 from toy_caches import B, D, K, L, S
 from toy_caches import make_layers as make_plain_layers
 
@@ -60,10 +61,10 @@ class ScoredWalk(Walk):
                 rows = request.tokens[n][h]
                 rows[-count:] = [(*row[:2], x) for row, x in zip(rows[-count:], scores[:, h], strict=True)]
 
-    def compress(self, request: Request, rng: random.Random) -> None:
+    def drop(self, request: Request, positions: Tensor) -> None:
         """The pass keeps the best of each head, as the scores in the lists say."""
         before = [[list(row) for row in rows] for rows in request.tokens]
-        super().compress(request, rng)
+        super().drop(request, positions)
         sinks, recent = self.settings.sinks, self.settings.recent
         for n in range(L):
             for h in range(K):
@@ -121,15 +122,16 @@ def test_queries_are_kept_by_request_until_it_is_gone() -> None:
     settings = CompressionConfig(policy="snapkv(window=4)", budget=16, interval=8, sinks=2, recent=4)
     applier = make_applier(settings, CacheViews(make_plain_layers("plain"), B))
     kept, heads = applier.signals, FACTS.layers[0].num_heads
-    said = {"a": noise(1, 9, heads, D), "b": noise(2, 6, heads, D)}
+    seen = {"a": noise(1, 9, heads, D), "b": noise(2, 6, heads, D)}
     for a, b in (((0, 6), (3, 4)), ((6, 7), (4, 6)), ((7, 9), (6, 6))):
         chunks = [(name, start, end - start) for name, (start, end) in zip("ab", (a, b), strict=True)]
-        rows = torch.cat([said[name][start : start + count] for name, start, count in chunks])
+        rows = torch.cat([seen[name][start : start + count] for name, start, count in chunks])
         kept.begin(StepTokens(tuple(chunk for chunk in chunks if chunk[2]), torch.empty(0)))
         kept.see_queries(1, torch.cat([rows, torch.randn(2, heads, D)]).flatten(1))
-    assert torch.equal(kept.recent("a", 1, 9, 4), said["a"][5:].transpose(0, 1))
-    assert torch.equal(kept.recent("a", 1, 9, 1), said["a"][8:].transpose(0, 1))
-    assert torch.equal(kept.recent("b", 1, 6, 4), said["b"][3:].transpose(0, 1))  # its first three were hit
+    compressor, nothing = applier.compressor(settings), torch.empty(0)
+    for name, end, first in (("a", 9, 5), ("b", 6, 3)):  # b's first three were hit
+        found = kept.source(compressor, name, end, nothing, 0)(1).queries
+        assert torch.equal(found, seen[name][first:].transpose(0, 1))
     applier.begin(output(finished={"b"}))
     assert "b" not in kept.queries
     assert "a" in kept.queries

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -23,7 +23,6 @@ from kvreclaim.engine.signals.late import LateSignals
 from kvreclaim.engine.signals.needs import feeds_companion, follow_from_queries, is_watched, keeps_queries
 from kvreclaim.engine.signals.observer import Observer
 from kvreclaim.engine.signals.signals import Signals
-from kvreclaim.memory.changes import Growth
 from kvreclaim.memory.manager import MemoryManager
 from kvreclaim.model.attention import KVBatch, Narrowed
 from kvreclaim.model.loader import LoadedModel
@@ -118,21 +117,16 @@ class ModelRunner:
         self._late.clear()
         for extension in self.extensions.ordered:
             extension.prepare(plan)
-        if plan.copies:
-            self.moves.copy_blocks(self.cache, list(plan.copies))
-            if self.signals.scores is not None:
-                self.signals.scores.copy_blocks(list(plan.copies))
-        if plan.fresh:
-            self.moves.prepare_blocks(self.cache, list(plan.fresh))
+        self.make_ready(plan.copies, plan.fresh)
 
-    def make_ready(self, growth: Growth) -> None:
-        """Make blocks that were allocated between two steps ready for writes."""
-        if growth.copies:
-            self.moves.copy_blocks(self.cache, list(growth.copies))
+    def make_ready(self, copies: Iterable[tuple[int, int]], fresh: Iterable[int]) -> None:
+        """Make allocated blocks ready for writes. copies: (source, target); fresh: blocks without content"""
+        if pairs := list(copies):
+            self.moves.copy_blocks(self.cache, pairs)
             if self.signals.scores is not None:
-                self.signals.scores.copy_blocks(list(growth.copies))
-        if growth.new_blocks:
-            self.moves.prepare_blocks(self.cache, list(growth.new_blocks))
+                self.signals.scores.copy_blocks(pairs)
+        if blocks := list(fresh):
+            self.moves.prepare_blocks(self.cache, blocks)
 
     @torch.inference_mode()
     def forward(self, step: list[Scheduled], *, observed: bool = True) -> tuple[Tensor, list[range]]:

@@ -165,7 +165,7 @@ class CompanionTracker:
         growth = self.companions.grow(companion, num_tokens)
         if growth is None:
             return False
-        self.runner.make_ready(growth)
+        self.runner.make_ready(growth.copies, growth.new_blocks)
         self.companions.memory.release_copy_sources()
         return True
 

@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from kvreclaim.integrations.vllm.v0_32.cells_side import CellsBuilder, CellsImpl
+from kvreclaim.integrations.vllm.v0_32.cells_side import CellsBackend, CellsBuilder, CellsImpl
 from kvreclaim.integrations.vllm.worker.cells.heads import StepCells
 
 
@@ -66,13 +66,7 @@ class CellsCPUImpl(CellsImpl, CPUAttentionBackendImpl):
         )
 
 
-class CellsCPUBackend(CPUAttentionBackend):
+class CellsCPUBackend(CellsBackend, CPUAttentionBackend):
     """CPU_ATTN, with cells."""
 
-    @staticmethod
-    def get_impl_cls() -> type[CellsCPUImpl]:
-        return CellsCPUImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[CellsCPUBuilder]:
-        return CellsCPUBuilder
+    cells_impl, cells_builder = CellsCPUImpl, CellsCPUBuilder

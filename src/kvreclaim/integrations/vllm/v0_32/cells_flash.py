@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from kvreclaim.integrations.vllm.v0_32.attention import FP8
-from kvreclaim.integrations.vllm.v0_32.cells_side import CellsBuilder, CellsImpl
+from kvreclaim.integrations.vllm.v0_32.cells_side import CellsBackend, CellsBuilder, CellsImpl
 from kvreclaim.integrations.vllm.worker.cells.heads import StepCells
 
 
@@ -58,13 +58,7 @@ class CellsFlashImpl(CellsImpl, FlashAttentionImpl):
         )
 
 
-class CellsFlashBackend(FlashAttentionBackend):
+class CellsFlashBackend(CellsBackend, FlashAttentionBackend):
     """FLASH_ATTN, with cells."""
 
-    @staticmethod
-    def get_impl_cls() -> type[CellsFlashImpl]:
-        return CellsFlashImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[CellsFlashBuilder]:
-        return CellsFlashBuilder
+    cells_impl, cells_builder = CellsFlashImpl, CellsFlashBuilder

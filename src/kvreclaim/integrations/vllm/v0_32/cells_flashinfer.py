@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.flashinfer import (
 )
 
 from kvreclaim.integrations.vllm.v0_32.attention import FP8
-from kvreclaim.integrations.vllm.v0_32.cells_side import CellsBuilder, CellsImpl
+from kvreclaim.integrations.vllm.v0_32.cells_side import CellsBackend, CellsBuilder, CellsImpl
 from kvreclaim.integrations.vllm.v0_32.cells_triton import attend_unified
 from kvreclaim.integrations.vllm.worker.cells.heads import StepCells
 
@@ -39,13 +39,7 @@ class CellsFlashInferImpl(CellsImpl, FlashInferImpl):
         )
 
 
-class CellsFlashInferBackend(FlashInferBackend):
+class CellsFlashInferBackend(CellsBackend, FlashInferBackend):
     """FLASHINFER, with cells."""
 
-    @staticmethod
-    def get_impl_cls() -> type[CellsFlashInferImpl]:
-        return CellsFlashInferImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[CellsFlashInferBuilder]:
-        return CellsFlashInferBuilder
+    cells_impl, cells_builder = CellsFlashInferImpl, CellsFlashInferBuilder

@@ -129,6 +129,21 @@ class CellsImpl:
         return output
 
 
+class CellsBackend:
+    """Mixed into a back-end of attention."""
+
+    cells_impl: type[CellsImpl]
+    cells_builder: type[CellsBuilder]
+
+    @classmethod
+    def get_impl_cls(cls) -> type[CellsImpl]:
+        return cls.cells_impl
+
+    @classmethod
+    def get_builder_cls(cls) -> type[CellsBuilder]:
+        return cls.cells_builder
+
+
 def adopt_cells(runner: Any, views: CacheViews) -> HeadTables:
     """Prove the back-ends' attention over cells, and have them attend by the tables that are returned.
 

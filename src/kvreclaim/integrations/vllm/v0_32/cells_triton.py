@@ -15,7 +15,7 @@ from vllm.v1.attention.ops import triton_unified_attention
 from vllm.v1.kv_cache_interface import KVQuantMode
 
 from kvreclaim.integrations.vllm.v0_32.attention import FP8
-from kvreclaim.integrations.vllm.v0_32.cells_side import CellsBuilder, CellsImpl
+from kvreclaim.integrations.vllm.v0_32.cells_side import CellsBackend, CellsBuilder, CellsImpl
 from kvreclaim.integrations.vllm.worker.cells.heads import StepCells
 
 FP32_BYTES = 4
@@ -119,13 +119,7 @@ def attend_unified(
     )
 
 
-class CellsTritonBackend(TritonAttentionBackend):
+class CellsTritonBackend(CellsBackend, TritonAttentionBackend):
     """TRITON_ATTN, with cells."""
 
-    @staticmethod
-    def get_impl_cls() -> type[CellsTritonImpl]:
-        return CellsTritonImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[CellsTritonBuilder]:
-        return CellsTritonBuilder
+    cells_impl, cells_builder = CellsTritonImpl, CellsTritonBuilder

@@ -203,13 +203,18 @@ class Applier:
         yield batch
 
     def _uneven_question(self, uneven: UnevenPasses, one: Pass[str], compressor: Compressor) -> HeadsQuestion:
-        positions = None
-        if Signal.POSITIONS in compressor.policy.needs:
-            known = self.positions.of(one.seq_id, one.first)
-            assert known is not None, f"request {one.seq_id}: a pass was not seen"
-            positions = known.at(one.logical_len)
+        positions = self._known_positions(one, compressor)
+        is_known = positions is not None or Signal.POSITIONS not in compressor.policy.needs
+        assert is_known, f"request {one.seq_id}: a pass was not seen"
         whole = self._question(one, compressor, uneven.open_slots(one))
         return uneven.question(one, compressor, whole, positions)
+
+    def _known_positions(self, one: Pass[str], compressor: Compressor) -> HeadRows | None:
+        """Return the positions of all tokens, for policies that need them; None if an earlier pass was not
+        seen."""
+        needed = Signal.POSITIONS in compressor.policy.needs
+        found = self.positions.of(one.seq_id, one.first) if needed else None
+        return None if found is None else found.at(one.logical_len)
 
     def _question(self, one: Pass[str], compressor: Compressor, open_slots: int = 0) -> PassQuestion:
         """Return a compressor's input, without the open slots. Recent queries are then those before them."""
@@ -229,26 +234,24 @@ class Applier:
 
     def _carry_out(self, one: Pass[str], compressor: Compressor, choice: UnevenChoice | None) -> None:
         """choice: of an uneven pass"""
-        positions = self.positions if Signal.POSITIONS in compressor.policy.needs else None
+        needs_positions = Signal.POSITIONS in compressor.policy.needs
         if choice is not None and self.uneven is not None:
-            needs_kept = positions is not None or self.trace is not None
-            kept = self.uneven.move(one, choice, needs_kept)
+            kept = self.uneven.move(one, choice, needs_positions or self.trace is not None)
         else:
-            kept = self._compact(one, compressor, positions)
-        if positions is not None and kept is not None:
-            positions.keep(one.seq_id, one.first, one.logical_len, kept)
+            kept = self._compact(one, compressor)
+        if needs_positions and kept is not None:
+            self.positions.keep(one.seq_id, one.first, one.logical_len, kept)
         self.rows.rewrite(one.seq_id, one.target_ids, one.shift)
         self.figures.tokens_evicted += one.num_tokens - one.keep
         self.figures.compactions += 1
         if self.trace is not None and kept is not None:
             self.trace.add(one, kept)
 
-    def _compact(self, one: Pass[str], compressor: Compressor, positions: Positions | None) -> HeadRows:
+    def _compact(self, one: Pass[str], compressor: Compressor) -> HeadRows:
         """Keep equally many tokens in every head. Returns: the kept slots of each."""
-        question = self._question(one, compressor)
-        if positions is not None:
-            table = positions.table(one.seq_id, one.first, one.logical_len)
-            question = replace(question, positions=table)
+        question, known = self._question(one, compressor), self._known_positions(one, compressor)
+        if known is not None:
+            question = replace(question, positions=known.flat.view(*self.shape, -1))
         check = partial(self.clock.watch, one.seq_id)
         [kept] = compressor.choose_all([question], keep=one.keep, check=check)
         self.views.compact(kept, self.views.block_ids(one.source_ids), self.views.block_ids(one.target_ids))

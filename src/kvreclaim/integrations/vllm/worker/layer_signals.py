@@ -80,11 +80,6 @@ class KeptSignals:
         rows = hidden[: len(self._slots)]
         self.scores.write(layer, self._slots, token_scores(rows, self.stats[layer]))
 
-    def recent(self, request_id: str, layer: int, end: int, window: int) -> Tensor:
-        """[H, n <= window, D]: a request's queries before position `end`, oldest first."""
-        assert self.queries is not None, "kept for a policy that needs queries"
-        return self.queries.last(request_id, layer, end)[:, -window:]
-
     def source(
         self, compressor: Compressor, request_id: str, end: int, blocks: Tensor, num_tokens: int
     ) -> SignalSource:
@@ -95,7 +90,8 @@ class KeptSignals:
         def of(layer: int) -> LayerSignals:
             queries, scores = None, None
             if Signal.RECENT_QUERIES in policy.needs:
-                queries = self.recent(request_id, layer, end, policy.query_window)
+                assert self.queries is not None, "kept for a policy that needs queries"
+                queries = self.queries.last(request_id, layer, end)[:, -policy.query_window :]
             if Signal.TOKEN_SCORES in policy.needs:
                 assert self.scores is not None, "kept for a policy that needs scores"
                 scores = self.scores.of(layer, blocks, num_tokens)

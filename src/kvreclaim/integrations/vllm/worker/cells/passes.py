@@ -7,7 +7,7 @@ slots, lengths and block tables are those of any other request.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,27 +28,25 @@ from kvreclaim.ops.key_source import KeySource
 from kvreclaim.schedule.budget.compaction import Pass
 
 
+@dataclass
 class UnevenPasses:
     """Uneven passes of all requests on this worker.
 
-    Args:
-        views:  the caches of all layers
-        heads:  cells of each request's heads
-        stage:  see layouts.CacheViews.source, for one head
-        scores: of all slots, for policies that need them
+    views:  the caches of all layers
+    heads:  cells of each request's heads
+    stage:  see layouts.CacheViews.source, for one head
+    scores: of all slots, for policies that need them
     """
 
-    def __init__(
-        self,
-        views: CacheViews,
-        heads: HeadTables,
-        stage: Stage | None,
-        scores: ScorePlanes | None = None,
-    ) -> None:
-        self.views, self.grid, self.heads, self.stage = views, heads.grid, heads, stage
-        self.scores = scores
-        if scores is not None:
-            self.grid = replace(heads.grid, layout=JoinedLayout(heads.grid.layout, scores.cells))
+    views: CacheViews
+    heads: HeadTables
+    stage: Stage | None
+    scores: ScorePlanes | None
+
+    def __post_init__(self) -> None:
+        self.grid = self.heads.grid
+        if self.scores is not None:
+            self.grid = replace(self.grid, layout=JoinedLayout(self.grid.layout, self.scores.cells))
 
     def open_slots(self, one: Pass[str]) -> int:
         """Count the tokens of the last block if it is not full; they stay."""

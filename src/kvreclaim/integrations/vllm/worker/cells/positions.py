@@ -50,11 +50,6 @@ class Positions:
             return HeadPositions(HeadRows.empty(self.shape, torch.int32, self.device), 0)
         return self.known.get(request_id)
 
-    def table(self, request_id: str, first: bool, computed: int) -> Tensor | None:
-        """[L, K, T] int32 where all heads hold equally many; None where earlier passes were not seen."""
-        found = self.of(request_id, first)
-        return None if found is None else found.at(computed).flat.view(*self.shape, -1)
-
     def keep(self, request_id: str, first: bool, computed: int, kept: HeadRows) -> None:
         """Record the slots of each head that a pass kept, ascending. Nothing is recorded if earlier passes
         were not seen."""
