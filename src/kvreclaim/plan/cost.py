@@ -41,15 +41,12 @@ class StepTime(Protocol):
 
     def step_s(self, load: StepLoad) -> float:
         """Seconds of a step."""
-        ...
 
     def pass_s(self, num_tokens: int, kept: int) -> float:
         """Seconds to compress a sequence of num_tokens live tokens to `kept`."""
-        ...
 
     def move_s(self, num_blocks: int) -> float:
         """Seconds to move blocks between device and host."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
