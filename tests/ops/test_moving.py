@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvreclaim.ops.moving import fill, move
+from kvreclaim.ops.moving import fill, to_device
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VALUES = np.arange(6, dtype=np.int32).reshape(2, 3)
@@ -11,14 +11,14 @@ VALUES = np.arange(6, dtype=np.int32).reshape(2, 3)
 
 def test_values_come_to_the_device():
     for given in (VALUES, torch.from_numpy(VALUES), torch.from_numpy(VALUES).to(DEVICE)):
-        there = move(given, DEVICE)
+        there = to_device(given, DEVICE)
         assert (there.device.type, there.dtype, there.tolist()) == (DEVICE.type, torch.int32, VALUES.tolist())
-    assert move(move(VALUES, DEVICE), torch.device("cpu")).tolist() == VALUES.tolist()
+    assert to_device(to_device(VALUES, DEVICE), torch.device("cpu")).tolist() == VALUES.tolist()
 
 
 def test_a_tensor_that_is_there_is_not_copied():
-    there = move(VALUES, DEVICE)
-    assert move(there, DEVICE) is there
+    there = to_device(VALUES, DEVICE)
+    assert to_device(there, DEVICE) is there
 
 
 def test_what_has_been_sent_may_change_at_once():

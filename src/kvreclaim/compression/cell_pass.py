@@ -24,7 +24,7 @@ from kvreclaim.ops.cell_tables import (
 )
 from kvreclaim.ops.head_rows import HeadRows
 from kvreclaim.ops.key_source import KeySource
-from kvreclaim.ops.moving import move
+from kvreclaim.ops.moving import to_device
 
 MAX_BYTES = 1 << 26
 """Keys and values that are in flight at once in a move (twice: as they lay and as they will)."""
@@ -69,7 +69,7 @@ class CellPass:
     def cells(self) -> HeadRows:
         """Cells of each head in token order, int64, on the device."""
         used = self.present[np.arange(self.present.shape[-1]) < self.num_cells[..., None]]
-        return HeadRows(move(used.astype(np.int64), self.cache.device), self.num_cells)
+        return HeadRows(to_device(used.astype(np.int64), self.cache.device), self.num_cells)
 
     def question(
         self, whole: PassQuestion, of_head: HeadReader, own: Mapping[str, HeadRows]

@@ -17,7 +17,7 @@ from kvreclaim.compression.stats import LayerStats
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import LayerFacts
 from kvreclaim.ops.key_source import KeySource
-from kvreclaim.ops.moving import move
+from kvreclaim.ops.moving import to_device
 from kvreclaim.options import check_options
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
@@ -152,7 +152,7 @@ class CountsQuestion:
 
     def protected_on(self, device: torch.device) -> Tensor | int:
         """Return `protected` on this device, for sums with counts."""
-        return move(self.protected, device) if isinstance(self.protected, Tensor) else self.protected
+        return to_device(self.protected, device) if isinstance(self.protected, Tensor) else self.protected
 
     @property
     def free(self) -> float:

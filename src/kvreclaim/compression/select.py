@@ -12,7 +12,7 @@ from kvreclaim.compression.policy import Mode
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops import reference
-from kvreclaim.ops.moving import fetch, move
+from kvreclaim.ops.moving import fetch, to_device
 
 NanCheck = Callable[[Tensor], None]
 
@@ -66,9 +66,9 @@ def select(
     if len(rivals) and rivals[-1] - rivals[0] == len(rivals) - 1:
         top = select_top(flat[:, rivals[0] : rivals[-1] + 1], places) + int(rivals[0])
     else:
-        columns = move(rivals, rows.device)
+        columns = to_device(rivals, rows.device)
         top = columns[select_top(flat[:, columns], places)]
-    first, rest = (move(slots, rows.device).expand(len(flat), -1) for slots in (before, after))
+    first, rest = (to_device(slots, rows.device).expand(len(flat), -1) for slots in (before, after))
     kept = torch.cat([first, top, rest], dim=-1)
     return (kept if apart else kept.sort(dim=-1).values).view(*rows.shape[:2], -1)
 

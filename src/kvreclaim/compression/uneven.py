@@ -29,7 +29,7 @@ from kvreclaim.compression.select import NanCheck, refuse_nan
 from kvreclaim.compression.wrapping import ranked, within
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.head_rows import HeadRows, runs, spread
-from kvreclaim.ops.moving import fetch, move
+from kvreclaim.ops.moving import fetch, to_device
 
 
 def round_to_blocks(
@@ -280,6 +280,6 @@ def _kept(
 def _prompt_left(kept: HeadRows, prompt_slots: np.ndarray) -> np.ndarray:
     """Count the kept slots of each head among its first prompt_slots [L, K]; returns [L, K]."""
     inside = kept.flat < spread(prompt_slots, kept.counts, kept.flat.device)
-    ends = move(kept.starts + kept.counts - 1, inside.device)
+    ends = to_device(kept.starts + kept.counts - 1, inside.device)
     [found] = fetch([inside.cumsum(0, dtype=torch.int32)[ends]])
     return np.diff(found.astype(np.int64).ravel(), prepend=0).reshape(prompt_slots.shape)

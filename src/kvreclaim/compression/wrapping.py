@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression.policy import CompressionPolicy, LayerView, Mode, Trait, Wrapper
-from kvreclaim.ops.moving import move
+from kvreclaim.ops.moving import to_device
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 _LARGEST_BLOCK = 4096
@@ -59,10 +59,10 @@ def top_counts(groups: Sequence[Sequence[Tensor]], safe: int, places: np.ndarray
     last = table.kthvalue(width - most + 1, dim=1, keepdim=True).values
     sums = torch.stack([table > last, table == last]).flatten(1).cumsum(1, dtype=torch.int32)
     ends = np.arange(len(groups))[:, None] * width + counts.cumsum(axis=1)
-    limits = move(np.stack([ends - counts, ends]), first.device)
+    limits = to_device(np.stack([ends - counts, ends]), first.device)
     above, ties = sums[:, limits].diff(dim=1)[:, 0]
     earlier = above.sum(1, keepdim=True) + ties.cumsum(1) - ties
-    return (above + (move(places, first.device)[:, None] - earlier).clamp(min=0).minimum(ties)).double()
+    return (above + (to_device(places, first.device)[:, None] - earlier).clamp(min=0).minimum(ties)).double()
 
 
 def _with_safe(groups: Sequence[Sequence[Tensor]], safe: int) -> list[list[Tensor]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.kv_cache import Memo
-from kvreclaim.ops.moving import move
+from kvreclaim.ops.moving import to_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,12 +68,12 @@ class AttentionBatch(Memo):
         if all(seq.query_len == 1 for seq in sequences):
             last = [(seq.block_ids, *divmod(seq.seq_len - 1, block_size)) for seq in sequences]
             mapping = np.array([int(ids[block]) * block_size + offset for ids, block, offset in last])
-            return cls(sequences, move(mapping, device), block_size)
+            return cls(sequences, to_device(mapping, device), block_size)
         parts = [np.zeros(0, dtype=np.int64)]
         for seq in sequences:
             slots = np.arange(seq.seq_len - seq.query_len, seq.seq_len)
             parts.append(seq.block_ids[slots // block_size] * np.int64(block_size) + slots % block_size)
-        return cls(sequences, move(np.concatenate(parts), device), block_size)
+        return cls(sequences, to_device(np.concatenate(parts), device), block_size)
 
     def part(self, members: list[int]) -> AttentionBatch:
         """A batch of these sequences alone."""
@@ -92,7 +92,7 @@ class AttentionBatch(Memo):
         """[t] int64: the rows of these sequences."""
         starts = np.cumsum([0, *self.query_lens])
         rows = [np.arange(starts[i], starts[i + 1]) for i in members]
-        return move(np.concatenate(rows), self.slot_mapping.device)
+        return to_device(np.concatenate(rows), self.slot_mapping.device)
 
     @cached_property
     def query_lens(self) -> np.ndarray:

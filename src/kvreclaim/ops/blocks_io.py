@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.ops.link import CudaLanes, Lanes, StreamLink
-from kvreclaim.ops.moving import move
+from kvreclaim.ops.moving import to_device
 
 MAX_BYTES = 1 << 26
 """Size of a buffer on the device, unless a block takes more."""
@@ -46,7 +46,7 @@ class BlockCopies:
     ) -> None:
         """Copy blocks[i] of planes [L, B, ...] to slots[places[i]]; no place twice."""
         for first, last in _parts(planes, len(blocks)):
-            index, some = move(np.asarray(blocks[first:last]), self.device), places[first:last]
+            index, some = to_device(np.asarray(blocks[first:last]), self.device), places[first:last]
             if self.lanes is None:
                 _gather(planes, index, slots, torch.tensor(some))
                 continue
@@ -61,7 +61,7 @@ class BlockCopies:
     ) -> None:
         """Copy slots[places[i]] to blocks[i]; no block twice."""
         for first, last in _parts(planes, len(blocks)):
-            index, some = move(np.asarray(blocks[first:last]), self.device), places[first:last]
+            index, some = to_device(np.asarray(blocks[first:last]), self.device), places[first:last]
             if self.lanes is None:
                 _scatter(planes, index, slots[torch.tensor(some)])
                 continue

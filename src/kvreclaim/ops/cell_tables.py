@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.ops.head_rows import HeadRows, runs, spread
-from kvreclaim.ops.moving import move
+from kvreclaim.ops.moving import to_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,7 +139,7 @@ class CellMoves:
         slots = self.kept.flat.index_select(0, runs(self.kept.starts.ravel()[self.order], counts, device))
         slots += spread((before - base) * block_size, counts, device)
         sources, targets = (
-            move(_of_rows(cells, self.order, lengths), device)
+            to_device(_of_rows(cells, self.order, lengths), device)
             for cells, lengths in ((self.present, held), (self.table, num_cells))
         )
         sizes = [np.add.reduceat(x, firsts).tolist() for x in (counts, held, num_cells)]

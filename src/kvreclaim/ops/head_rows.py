@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvreclaim.ops.moving import move
+from kvreclaim.ops.moving import to_device
 
 
 def spread(values: np.ndarray, counts: np.ndarray, device: torch.device) -> Tensor:
@@ -20,7 +20,7 @@ def spread(values: np.ndarray, counts: np.ndarray, device: torch.device) -> Tens
 
     values, counts: int64, of one shape
     """
-    sent = move(np.stack([values.ravel(), counts.ravel()]), device)
+    sent = to_device(np.stack([values.ravel(), counts.ravel()]), device)
     return sent[0].repeat_interleave(sent[1], output_size=int(counts.sum()))
 
 

@@ -15,7 +15,7 @@ from kvreclaim.ops import scoring
 from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import AttentionBatch, SequenceSlots
 from kvreclaim.ops.kv_cache import PagedTokens
-from kvreclaim.ops.moving import move
+from kvreclaim.ops.moving import to_device
 from kvreclaim.ops.rope import RopeLayout
 
 
@@ -208,7 +208,7 @@ class _Joined:
 
     def owners(self) -> Tensor:
         """Sequence of each block, [blocks] int64, on the cache's device."""
-        return move(np.arange(len(self.blocks)).repeat(self.blocks), self.source.device)
+        return to_device(np.arange(len(self.blocks)).repeat(self.blocks), self.source.device)
 
 
 def _joined(sources: Sequence[KeySource]) -> _Joined | None:

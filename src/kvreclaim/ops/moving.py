@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-def move(x: Tensor | np.ndarray, device: torch.device) -> Tensor:
+def to_device(x: Tensor | np.ndarray, device: torch.device) -> Tensor:
     """x on a device. A copy only where it is needed: what lies there already is shared."""
     source = _staged(x, device)
     return source.to(device, non_blocking=source.device.type == "cpu")  # else its bytes may not have come yet
@@ -26,7 +26,7 @@ def fetch(tensors: Sequence[Tensor]) -> list[np.ndarray]:
     device = tensors[0].device
     if len(tensors) == 1:
         return [tensors[0].cpu().double().numpy()]
-    flat = torch.cat([move(x, device).double().flatten() for x in tensors]).cpu().numpy()
+    flat = torch.cat([to_device(x, device).double().flatten() for x in tensors]).cpu().numpy()
     parts = np.split(flat, np.cumsum([x.numel() for x in tensors])[:-1])
     return [part.reshape(tuple(x.shape)) for part, x in zip(parts, tensors, strict=True)]
 

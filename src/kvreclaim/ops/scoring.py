@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvreclaim.ops.moving import move
+from kvreclaim.ops.moving import to_device
 from kvreclaim.ops.rope import RopeLayout, to_bands
 
 MAX_LOGITS = 1 << 25  # elements of one batch of mixture logits: 128 MiB in fp32
@@ -31,7 +31,7 @@ def offset_phases(logical_lens: Sequence[int], offsets: Sequence[int], layout: R
     """
     frequencies = layout.inv_freq.to(torch.float64)
     lens, ahead = (torch.tensor(list(x), dtype=torch.float64) for x in (logical_lens, offsets))
-    angle = move(lens[:, None] + ahead, frequencies.device)[..., None] * frequencies
+    angle = to_device(lens[:, None] + ahead, frequencies.device)[..., None] * frequencies
     return torch.polar(torch.ones_like(angle), angle)
 
 
@@ -43,7 +43,7 @@ def turned_queries(queries: Tensor, turns: Tensor, layout: RopeLayout) -> Tensor
     an ordinary dot product, Re sum_f q_f turn_f conj(K_f) + rest. Products and sums are those of real
     numbers, each rounded by itself, so that a result depends on its own query and turn alone.
     """
-    queries, turns = as_real(queries)[..., None, :], move(turns, queries.device)
+    queries, turns = as_real(queries)[..., None, :], to_device(turns, queries.device)
     real, imag = (queries[..., part].double() for part in layout.bands)
     cos, sin = turns.real.contiguous(), turns.imag.contiguous()
     turned = (real * cos).sub_(imag * sin)

@@ -29,7 +29,7 @@ from world import World
 
 from kvreclaim.engine.attend import streamed
 
-SEEDS = (1020, 1023, 1026, 1027, 1029, 1033, 1036, 1037, 1042, 1043)
+SEEDS = (1020, 1023, 1026, 1027, 1030, 1033, 1036, 1037, 1042, 1043)
 """Of walks in which something happens."""
 HYBRID_SEEDS = (2003, 2005, 2007)
 FORMS = ({}, {"talk": True}, {"crowd": True})

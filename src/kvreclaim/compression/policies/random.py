@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression.policy import CompressionPolicy, LayerView
-from kvreclaim.ops.moving import move
+from kvreclaim.ops.moving import to_device
 from kvreclaim.options import option
 
 
@@ -33,7 +33,7 @@ class Random(CompressionPolicy):
         num_kv_heads, num_tokens = view.source.shape
         heads = range(view.first_head, view.first_head + num_kv_heads)
         draws = [torch.rand(num_tokens, generator=self._generator(view, head)) for head in heads]
-        return move(torch.stack(draws), view.source.device)
+        return to_device(torch.stack(draws), view.source.device)
 
     def _generator(self, view: LayerView, head: int) -> torch.Generator:
         text = f"{self.seed} {view.layer} {head} {view.logical_len}"

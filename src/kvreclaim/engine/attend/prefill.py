@@ -25,7 +25,7 @@ from kvreclaim.ops.batch import BatchArrays
 from kvreclaim.ops.cell_tables import head_lengths
 from kvreclaim.ops.cells import CellBatch, cell_batch, cell_layers, head_tokens
 from kvreclaim.ops.kv_cache import KVCache
-from kvreclaim.ops.moving import move
+from kvreclaim.ops.moving import to_device
 
 
 def sparse_tokens(item: Scheduled) -> range:
@@ -74,10 +74,10 @@ class SparsePart:
         physical = memory.table(seq.seq_id).physical_len + item.num_tokens
         self._tables = head_cells(seq, memory, cache)
         self._lengths = head_lengths(seq.state.cells, physical, cache)
-        self._before_end = move(stop - (self.starts + self.tile_lengths), device)
-        self._sent_lengths = move(self.tile_lengths, device)
+        self._before_end = to_device(stop - (self.starts + self.tile_lengths), device)
+        self._sent_lengths = to_device(self.tile_lengths, device)
         query_starts = np.cumsum([0, *np.repeat(self.tile_lengths, cache.num_kv_heads)], dtype=np.int32)
-        self._query_starts = move(query_starts, device)
+        self._query_starts = to_device(query_starts, device)
 
     @property
     def rows(self) -> Tensor:
@@ -119,7 +119,7 @@ class SparsePart:
     def _tiles(self, layer: int, cells: _Cells, q: Tensor) -> Tiles:
         first, longest = self._first, int(self.tile_lengths[self._first :].max())
         offsets = self.starts[first:, None] - self.item.seq.num_computed + np.arange(longest)
-        index = move(np.minimum(offsets, len(q) - 1), q.device)
+        index = to_device(np.minimum(offsets, len(q) - 1), q.device)
         ends = cells.lengths - self._before_end[first:, None]
         lengths = self._sent_lengths[first:]
         return Tiles(

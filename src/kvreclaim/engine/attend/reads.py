@@ -19,7 +19,7 @@ from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.batch import BatchArrays
 from kvreclaim.ops.cells import CellBatch, cell_batch
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
-from kvreclaim.ops.moving import move
+from kvreclaim.ops.moving import to_device
 
 MAX_ELEMENTS = 1 << 24
 """Digest entries that are compared with queries at once; more queries of one sequence are cut into pieces."""
@@ -53,21 +53,21 @@ class SparseReads:
         self._filled: list[tuple[int, range, Tensor]] = []
         for seq_id, end, row in zip(self._seq_ids, ends, rows, strict=True):
             if missing := store.claim(seq_id, end // size):
-                ids = move(row[missing.start : missing.stop].astype(np.int64), device)
+                ids = to_device(row[missing.start : missing.stop].astype(np.int64), device)
                 self._filled.append((seq_id, missing, ids))
         self._rows = store.index(self._seq_ids)
         positions = np.concatenate([np.arange(a, b) for a, b in zip(starts, ends, strict=True)])
-        self.positions = move(positions, device)
+        self.positions = to_device(positions, device)
         self._places = compressor.budget // size - 1
         lengths = self._places * size + positions % size + 1
         self._lengths = np.repeat(lengths, cache.num_kv_heads)
-        self._sent_lengths = move(self._lengths.astype(np.int32), device)
+        self._sent_lengths = to_device(self._lengths.astype(np.int32), device)
         self._starts = torch.arange(len(lengths) * cache.num_kv_heads + 1, dtype=torch.int32, device=device)
         self._shifts = torch.zeros_like(self._sent_lengths)
         padded = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
         for i, row in enumerate(rows):
             padded[i, : len(row)] = row
-        self._row_table = move(np.repeat(padded, self.query_lens, axis=0), device)
+        self._row_table = to_device(np.repeat(padded, self.query_lens, axis=0), device)
         self._num_blocks = int(positions.max()) // size
         self._bias = self._block_bias()
 

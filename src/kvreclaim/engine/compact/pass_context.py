@@ -16,7 +16,7 @@ from kvreclaim.ops.backend import Backend
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.key_source import KeySource, PagedSource
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
-from kvreclaim.ops.moving import move
+from kvreclaim.ops.moving import to_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +31,7 @@ class PassContext:
 
     def index(self, job: CompactionJob) -> Tensor:
         """[blocks] int64 on the device: the table before the pass."""
-        return move(np.array(job.plan.source_ids), self.cache.device)
+        return to_device(np.array(job.plan.source_ids), self.cache.device)
 
     def question(self, job: CompactionJob) -> PassQuestion:
         """Return a compressor's inputs for the live tokens, with positions if a sliding window needs them."""

@@ -7,10 +7,8 @@ from collections.abc import Sequence as ListLike
 
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.together import choose_together, tried
-from kvreclaim.engine.compact.blocks import Blocks
-from kvreclaim.engine.compact.cells import UnevenPass
-from kvreclaim.engine.compact.compact import Compact
 from kvreclaim.engine.compact.job import CompactionJob, CompactionResult, PassMethod
+from kvreclaim.engine.compact.methods import BlockEviction, HeadCompaction, TokenCompaction
 from kvreclaim.engine.compact.pass_context import PassContext
 from kvreclaim.engine.request.outputs import EngineTotals
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
@@ -27,9 +25,9 @@ class CompressionPass:
         self.context = context
         self.totals = totals
         self.methods: dict[EvictionMethod, PassMethod] = {
-            EvictionMethod.COMPACT: Compact(context),
-            EvictionMethod.BLOCKS: Blocks(context),
-            EvictionMethod.CELLS: UnevenPass(context),
+            EvictionMethod.COMPACT: TokenCompaction(context),
+            EvictionMethod.BLOCKS: BlockEviction(context),
+            EvictionMethod.CELLS: HeadCompaction(context),
         }
 
     def run(self, jobs: ListLike[CompactionJob]) -> list[CompactionResult | Exception]:

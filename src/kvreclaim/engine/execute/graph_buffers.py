@@ -13,7 +13,7 @@ from torch import Tensor
 from kvreclaim.ops.cell_tables import CellTable, grown_cells, head_lengths
 from kvreclaim.ops.cells import natural_cells
 from kvreclaim.ops.kv_cache import KVCache
-from kvreclaim.ops.moving import fill, move
+from kvreclaim.ops.moving import fill, to_device
 
 TOKEN, POSITION, FIRST_TABLE = range(3)
 SLOT, LENGTH, SHIFT, PER_TABLE = range(4)
@@ -58,7 +58,7 @@ class SentTable:
         packed = np.zeros((len(changed), 1 + width), dtype=np.int32)
         for entry, i in zip(packed, changed, strict=True):
             entry[0], entry[1 : 1 + len(rows[i])] = i, rows[i]
-        sent = move(packed, self.device.device)
+        sent = to_device(packed, self.device.device)
         self.device[:, :width].index_copy_(0, sent[:, 0].long(), sent[:, 1:])
 
 
@@ -113,7 +113,7 @@ class SentCells:
         columns = np.repeat(np.stack(np.broadcast_arrays(*firsts), axis=-1), counts, axis=-1) + places
         layers, values = np.arange(num_layers)[:, None, None], natural_cells(self._cache, blocks)
         at = ((layers * num_rows + rows) * heads + np.arange(heads)[:, None]) * self.width + columns
-        sent = move(np.stack((at.ravel(), values.ravel())), self.device.device)
+        sent = to_device(np.stack((at.ravel(), values.ravel())), self.device.device)
         self.device.view(-1).index_copy_(0, sent[0], sent[1].int())
 
     def _replace(self, changed: list[int]) -> None:
@@ -125,7 +125,7 @@ class SentCells:
         for at, (i, own) in enumerate(zip(changed, found, strict=True)):
             packed[:, at, :, 0], packed[:, at, :, 1] = i, head_lengths(self._sent[i][0], 0, self._cache)
             packed[:, at, :, 2 : 2 + own.shape[-1]] = own
-        sent = move(packed, self.device.device)
+        sent = to_device(packed, self.device.device)
         places = sent[0, :, 0, 0].long()
         self.offsets.index_copy_(1, places, sent[..., 1])
         self.device[..., :width].index_copy_(1, places, sent[..., 2:])

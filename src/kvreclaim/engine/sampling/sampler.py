@@ -23,7 +23,7 @@ from kvreclaim.engine.sampling.logprobs import Logprob, report
 from kvreclaim.engine.sampling.refusal import conflict
 from kvreclaim.engine.sampling.rule import OutputRule
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.ops.moving import move
+from kvreclaim.ops.moving import to_device
 from kvreclaim.ops.native import torch_alone
 from kvreclaim.sampling_params import SamplingParams
 
@@ -266,7 +266,7 @@ def draw(
 
     def drawn(places: list[int]) -> list[SampledToken | Exception]:
         with torch_alone():
-            index = move(np.array([rows[i] for i in places]), logits.device)
+            index = to_device(np.array([rows[i] for i in places]), logits.device)
             chosen = logits.index_select(0, index).float()
             return _sample(chosen, [sample_rows[i] for i in places], [keys[i] for i in places])
 
@@ -326,13 +326,13 @@ def _draw(logits: Tensor, rows: list[SampleRow], keys: Tensor) -> list[int]:
     cuts = [Cut(row.params.top_k, row.params.top_p, row.params.min_p) for row in rows]
     temperatures = [max(row.params.temperature, 1e-5) for row in rows]
     table = [(each, *cut.settings(vocab)) for each, cut in zip(temperatures, cuts, strict=True)]
-    settings, noise = move(np.array(table, dtype=np.float32), device), move(keys, device)
+    settings, noise = to_device(np.array(table, dtype=np.float32), device), to_device(keys, device)
     winners, pending = [0] * len(rows), list(range(len(rows)))
     for size in (*SIZES, vocab):
         few = [i for i in pending if size >= vocab or cuts[i].top_k <= size]
         if not few:
             continue
-        at = slice(None) if len(few) == len(rows) else move(np.array(few), device)
+        at = slice(None) if len(few) == len(rows) else to_device(np.array(few), device)
         scaled = logits[at] / settings[at, :1]
         for i, token in zip(few, _race(scaled, settings[at], noise[at], min(size, vocab)), strict=True):
             if token is not None:
@@ -371,7 +371,7 @@ def _race(scaled: Tensor, settings: Tensor, keys: Tensor, size: int) -> list[int
     found = torch.cat((order.gather(-1, place), settled, lost), dim=1).tolist()
     winners = [token if is_settled else None for token, is_settled, _ in found]
     if behind := [n for n, row in enumerate(found) if row[2]]:
-        at = move(np.array(behind), device)
+        at = to_device(np.array(behind), device)
         race = every[at].log() + gumbel(keys[at][:, None], torch.arange(vocab, device=device))
         for n, token in zip(behind, race.argmax(-1).tolist(), strict=True):
             winners[n] = token

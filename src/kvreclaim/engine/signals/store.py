@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.ops.facts import ModelFacts
-from kvreclaim.ops.moving import move
+from kvreclaim.ops.moving import to_device
 
 
 class ByteBudget:
@@ -62,7 +62,7 @@ class RowStore:
 
     def index(self, seq_ids: Sequence[Hashable]) -> Tensor:
         """[len(seq_ids)] int64 rows of sequences that have one."""
-        return move(np.array([self._rows[seq_id] for seq_id in seq_ids]), self.tensor.device)
+        return to_device(np.array([self._rows[seq_id] for seq_id in seq_ids]), self.tensor.device)
 
     def take(self, seq_id: Hashable) -> None:
         """Give the sequence a row of zeros unless it has one."""
@@ -143,7 +143,7 @@ class QueryStore(RowStore):
             places.append(positions % self.window)
         owners = np.repeat([self._rows[seq_id] for seq_id, *_ in chunks], [len(each) for each in rows])
         found = (np.concatenate(rows), owners, np.concatenate(places))
-        return StepQueries(self, *(move(each, self.tensor.device) for each in found))
+        return StepQueries(self, *(to_device(each, self.tensor.device) for each in found))
 
     def copy(self, parent_id: Hashable, child_id: Hashable) -> None:
         super().copy(parent_id, child_id)

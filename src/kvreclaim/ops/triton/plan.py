@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvreclaim.ops.batch import AttentionBatch
 from kvreclaim.ops.kv_cache import Memo
-from kvreclaim.ops.moving import move
+from kvreclaim.ops.moving import to_device
 from kvreclaim.ops.triton.split_kernels import split_kernel
 from kvreclaim.ops.triton.support import num_processors
 
@@ -131,7 +131,7 @@ def decode_tables(batch: AttentionBatch, num_kv_heads: int) -> DecodeTables | No
         rows = np.flatnonzero(batch.query_lens == 1).astype(np.int32)
         if not len(rows):
             return None
-        ids, longest = move(rows, batch.slot_mapping.device), int(batch.lengths[rows].max())
+        ids, longest = to_device(rows, batch.slot_mapping.device), int(batch.lengths[rows].max())
         return DecodeTables(ids, sequences_of(batch), num_kv_heads, longest)
 
     return batch.cached(f"triton.decode.{num_kv_heads}", make)
@@ -146,7 +146,7 @@ def query_tiles(batch: AttentionBatch, size: int) -> Tensor | None:
         tiles = [(i, first) for i in several for first in reversed(range(0, int(batch.query_lens[i]), size))]
         if not tiles:
             return None
-        return move(np.asarray(tiles, dtype=np.int32), batch.slot_mapping.device)
+        return to_device(np.asarray(tiles, dtype=np.int32), batch.slot_mapping.device)
 
     return batch.cached(f"triton.tiles.{size}", make)
 
@@ -194,4 +194,4 @@ def _slot_positions(batch: AttentionBatch) -> SlotPositions | None:
         return x.data_ptr(), x.shape[-1], x.stride(0), x.stride(1)
 
     table = [entry(seq.slot_positions) for seq in batch.sequences]
-    return SlotPositions(move(np.asarray(table, dtype=np.int64), batch.slot_mapping.device), tuple(held))
+    return SlotPositions(to_device(np.asarray(table, dtype=np.int64), batch.slot_mapping.device), tuple(held))

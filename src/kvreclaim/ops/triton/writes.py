@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvreclaim.ops import reference
 from kvreclaim.ops.kv_cache import KVCache, LayerCache, PagedTokens
-from kvreclaim.ops.moving import move
+from kvreclaim.ops.moving import to_device
 from kvreclaim.ops.triton.encode import encode_kernel
 from kvreclaim.ops.triton.layout import layout_of, rows_in, store_of
 from kvreclaim.ops.triton.move_kernels import compact_kernel, copy_kernel, gather_kernel, write_kernel
@@ -78,7 +78,7 @@ def copy_blocks(cache: KVCache, pairs: list[tuple[int, int]]) -> None:
     target of one call goes through a copy of all sources."""
     if not {source for source, _ in pairs}.isdisjoint(target for _, target in pairs):
         return reference.copy_blocks(cache, pairs)
-    table = move(np.asarray(pairs, dtype=np.int64), cache.device)
+    table = to_device(np.asarray(pairs, dtype=np.int64), cache.device)
     for plane in cache.planes:
         elements = plane[0, 0].numel()
         grid = (len(pairs), cache.num_layers, triton.cdiv(elements, COPY_ELEMENTS))

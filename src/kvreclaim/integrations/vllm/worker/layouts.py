@@ -16,7 +16,7 @@ from kvreclaim.integrations.vllm.worker.layer_cache import VllmLayerCache, as_fl
 from kvreclaim.integrations.vllm.worker.staging import CacheSource, Stage
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.key_transform import KeyTransform
-from kvreclaim.ops.moving import move
+from kvreclaim.ops.moving import to_device
 from kvreclaim.ops.reference import compact_layer, gather_slots
 
 BITS = 3
@@ -134,7 +134,7 @@ class CacheViews:
 
     def block_ids(self, ids: Sequence[int]) -> Tensor:
         """[blocks * ratio] int64 on the device: a block table's ids as the backends count. No host sync."""
-        table = move(torch.tensor(ids, dtype=torch.int64), self.device)
+        table = to_device(torch.tensor(ids, dtype=torch.int64), self.device)
         if self.ratio == 1:
             return table
         return (table[:, None] * self.ratio + torch.arange(self.ratio, device=self.device)).flatten()

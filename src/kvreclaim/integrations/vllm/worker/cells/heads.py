@@ -17,7 +17,7 @@ from torch import Tensor
 from kvreclaim.integrations.vllm.worker.cells.grid import CellGrid
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.cell_tables import CellTable
-from kvreclaim.ops.moving import move
+from kvreclaim.ops.moving import to_device
 
 MAX_ENTRIES = 1 << 23
 """Most entries of tables that are made at once; about 24 bytes of scratch each."""
@@ -93,8 +93,10 @@ class HeadTables:
         if row is None:
             row = self.rows[request_id] = self._free.pop() if self._free else len(self._ahead)
         self._make_room(row, cells.table.shape[-1])
-        self._table[row, ..., : cells.table.shape[-1]] = move(torch.from_numpy(cells.table), self.grid.device)
-        self._counts[row] = move(torch.from_numpy(cells.counts.astype(np.int32)), self.grid.device)
+        self._table[row, ..., : cells.table.shape[-1]] = to_device(
+            torch.from_numpy(cells.table), self.grid.device
+        )
+        self._counts[row] = to_device(torch.from_numpy(cells.counts.astype(np.int32)), self.grid.device)
         self._blocks[row : row + 1].fill_(cells.num_blocks)
         self._ahead[row] = (int(cells.counts.max()) - cells.num_blocks) * self.grid.block_size
 
@@ -112,7 +114,7 @@ class HeadTables:
         rows = [self.rows.get(request_id, NOBODY) for request_id in request_ids]
         if any(rows):
             ahead = max(self._ahead[row] for row in rows)
-            self._next = move(torch.tensor(rows, dtype=torch.int64), self.grid.device), ahead
+            self._next = to_device(torch.tensor(rows, dtype=torch.int64), self.grid.device), ahead
 
     def take(
         self,

@@ -15,7 +15,7 @@ from kvreclaim.integrations.vllm.worker.layer_cache import restored, write_token
 from kvreclaim.integrations.vllm.worker.layouts import CacheViews
 from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.facts import LayerFacts
-from kvreclaim.ops.moving import move
+from kvreclaim.ops.moving import to_device
 
 BLOCKS = 4
 """The last ones of the pool: offsets are largest there."""
@@ -95,9 +95,9 @@ def _step(grid: CellGrid, blocks: Tensor, generator: torch.Generator) -> StepCel
     )
     starts = torch.tensor([0, *QUERIES]).cumsum(0)
     return StepCells(
-        move(tables.int().contiguous(), grid.device),
-        move(lengths.int().expand(layers, -1).contiguous(), grid.device),
-        move(starts.int(), grid.device),
+        to_device(tables.int().contiguous(), grid.device),
+        to_device(lengths.int().expand(layers, -1).contiguous(), grid.device),
+        to_device(starts.int(), grid.device),
         None,
         grid.num_kv_heads,
         max(QUERIES),

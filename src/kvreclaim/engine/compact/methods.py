@@ -1,8 +1,4 @@
-"""CELLS: heads keep unequal numbers of tokens, in cells of the sequence's blocks.
-
-All heads' last cells fill up together (ops.cell_tables), so block table, physical length and slot mapping are
-those of any other sequence.
-"""
+"""The eviction methods: how a pass chooses tokens, and where the others move."""
 
 from __future__ import annotations
 
@@ -21,11 +17,64 @@ from kvreclaim.engine.compact.pass_context import PassContext
 from kvreclaim.ops.cells import cell_view, head_tokens, natural_cells
 from kvreclaim.ops.head_rows import HeadRows
 from kvreclaim.ops.key_source import KeySource, PagedSource
+from kvreclaim.ops.moving import to_device
+from kvreclaim.ops.turning import turn_moved_keys
 from kvreclaim.ops.working_memory import working_bytes
 
 
-class UnevenPass:
-    """Chooses for all heads and moves them, over the view of the cache in which a cell is a block."""
+class TokenCompaction:
+    """COMPACT: every head keeps equally many tokens, which move to the front of the new table. Keys are
+    rotated to their new slots if slots are positions."""
+
+    def __init__(self, context: PassContext) -> None:
+        self.context = context
+        self.rotations = [layer.rope for layer in context.facts.layers if layer.rope is not None]
+
+    def choose(self, jobs: list[CompactionJob]) -> list[Tensor]:
+        """[L | 1, K | 1, M] int64 kept slots of each."""
+        return jobs[0].compressor.choose_all([self.context.question(job) for job in jobs])
+
+    def apply(self, job: CompactionJob, choice: Tensor) -> CompactionResult:
+        context = self.context
+        source = context.index(job)
+        target = to_device(np.array(job.plan.target_ids), source.device)
+        context.backend.compact(context.cache, choice, source, target)
+        if context.signals.scores is not None:
+            context.signals.scores.compact(choice, source, target)
+        if job.compressor.policy.cache_relative:
+            turn_moved_keys(context.backend, context.cache, choice, target, self.rotations)
+        context.moved(job, choice)
+        return CompactionResult(choice)
+
+
+class BlockEviction:
+    """BLOCKS: evicts whole blocks, the same in all layers and heads; other tokens are not moved."""
+
+    def __init__(self, context: PassContext) -> None:
+        self.context = context
+
+    def choose(self, jobs: list[CompactionJob]) -> list[list[int]]:
+        """The table entries of each that go."""
+        questions = [self.context.question(job) for job in jobs]
+        return jobs[0].compressor.choose_blocks(questions, self.context.cache.block_size)
+
+    def apply(self, job: CompactionJob, choice: list[int]) -> CompactionResult:
+        context, size = self.context, self.context.cache.block_size
+        stays = torch.ones(job.plan.num_tokens, dtype=torch.bool)
+        for index in choice:
+            stays[index * size : (index + 1) * size] = False
+        kept = stays.nonzero()[None, None, :, 0].to(context.cache.device)
+        context.moved(job, kept)
+        return CompactionResult(kept, tuple(choice), int(stays[: job.plan.prompt_slots].sum()))
+
+
+class HeadCompaction:
+    """CELLS: heads keep unequal numbers of tokens, in cells of the sequence's blocks, moved over the view of
+    the cache in which a cell is a block.
+
+    All heads' last cells fill up together (ops.cell_tables), so block table, physical length and slot mapping
+    are those of any other sequence.
+    """
 
     def __init__(self, context: PassContext) -> None:
         self.context = context
