@@ -293,7 +293,7 @@ def test_a_step_sends_its_numbers_and_the_tables_that_changed(make_llm, monkeypa
     llm = make_llm("llama", enable_prefix_caching=False, block_size=8)
     graphs, _ = use_graphs(llm)
     sent: Counter[str] = Counter()
-    for name in ("move", "fill"):
+    for name in ("to_device", "fill"):
         send = getattr(graph_buffers, name)
 
         def counted(*args: Any, send=send, name=name) -> Any:
@@ -305,7 +305,7 @@ def test_a_step_sends_its_numbers_and_the_tables_that_changed(make_llm, monkeypa
     llm.generate(tiny.prompts((64,), seed=3), params, small("ada_kv(knorm)", budget=32, interval=99))
     assert not graphs.refusals
     assert sent["fill"] == 16 + len(graphs._replays)
-    assert sent["move"] == 2 * 2, "block table and cells, when the 1st and the 9th token take a block"
+    assert sent["to_device"] == 2 * 2, "block table and cells, when the 1st and the 9th token take a block"
 
 
 def test_cells_beyond_the_tables_are_refused(make_llm, monkeypatch) -> None:

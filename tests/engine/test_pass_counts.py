@@ -10,7 +10,7 @@ from launches import counted
 from kvreclaim import LLM, CompressionConfig, SamplingParams
 from kvreclaim.calibrate.calibration import calibrate
 from kvreclaim.compression import layer_stacks
-from kvreclaim.engine.compact import cells
+from kvreclaim.engine.compact import methods
 from kvreclaim.model_paths import STATS_FILE
 from kvreclaim.ops import triton
 from kvreclaim.ops.working_memory import working_bytes
@@ -121,7 +121,7 @@ def test_passes_of_a_real_size(policy, model, monkeypatch):
     path, tokens = model(4, 8), 64
     shape = LLM(path, dtype="float32", device="cpu", num_blocks=8).loaded.facts.layers[0]
     of_8b, of_tiny = 32 * 8 * 256, 4 * 8 * (shape.head_dim + shape.v_head_dim)
-    for module, bits in ((layer_stacks, 32), (cells, 16)):
+    for module, bits in ((layer_stacks, 32), (methods, 16)):
         found = working_bytes(gpu, module.MAX_BYTES) / (of_8b * TOKENS * bits // 8)
         monkeypatch.setattr(module, "MAX_BYTES", int(found * of_tiny * tokens * 4))
     assert max(launches.total for launches in rounds(path, policy, 1, monkeypatch)) <= 100

@@ -89,7 +89,7 @@ def questions(llm, tmp_path_factory):
 
 def test_answers_and_figures_are_those_of_an_engine_here(server, model, llm, questions, sent, tmp_path):
     tasks = ("--tasks", f"recall,multi_query,{questions}")
-    result = remote(server, model, *tasks, "--json", tmp_path / "server.json", "--html", tmp_path / "a.html")
+    result = remote(server, model, *tasks, "--json", tmp_path / "server.json")
     assert result.exit_code == 0, result.output
     assert server.base_url in result.stdout
     made = make_tasks(
