@@ -63,13 +63,14 @@ class Walk:
         self.heads = HeadTables(self.grid, 8, 64)
         self.settings = settings.in_blocks(S)
         self.applier = self.make_applier()
-        self.applier.max_tokens = 1 << 20
         self.applier.trace = self.trace = PassTrace(Positions((L, K), torch.device("cpu")))
         self.free = list(range(1, POOL))
         self.requests: list[Request] = []
 
     def make_applier(self) -> Applier:
-        return Applier(Options(self.settings), make_facts(), None, self.views, FakeRows(), self.heads)
+        return Applier(
+            Options(self.settings), make_facts(), None, self.views, FakeRows(), self.heads, 1 << 20
+        )
 
     def grow(self, request: Request, count: int) -> None:
         needed = -(-(request.length + count) // S) - len(request.blocks)

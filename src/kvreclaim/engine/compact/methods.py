@@ -1,4 +1,4 @@
-"""The eviction methods: how a pass chooses tokens, and where the others move."""
+"""The eviction methods: which tokens a pass keeps, and where they move."""
 
 from __future__ import annotations
 

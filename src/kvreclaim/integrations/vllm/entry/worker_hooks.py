@@ -82,8 +82,9 @@ class WorkerHooks(CentringHooks):
         heads = _heads(worker, views) if options.has_cells else None
         rows = worker_side.rows_of(runner, heads)
         views = views.restoring([transform_of(layer) for layer in layers])
-        self.reclaim = self._kind(options, rows)(options, known.facts, known.stats, views, rows, heads)
-        self.reclaim.max_tokens = _most_tokens(worker)
+        make = self._kind(options, rows)
+        most = _most_tokens(worker)
+        self.reclaim = make(options, known.facts, known.stats, views, rows, heads, most)
         worker_side.adopt(runner, self.reclaim)
         if worker.device.type != "cpu":
             self.reclaim.rehearse()

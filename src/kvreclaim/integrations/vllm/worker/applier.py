@@ -77,6 +77,7 @@ class Applier:
         rows:    the runner's block tables
         heads:   tables of requests with unequal heads; None: heads keep equally many tokens, by the same
                  ranking
+        max_tokens: live tokens of passes with unequal heads that choose together; one alone may have more
 
     signals: of hooks on the layers, for policies that need them
     """
@@ -91,6 +92,7 @@ class Applier:
         views: CacheViews,
         rows: RunnerRows,
         heads: HeadTables | None = None,
+        max_tokens: int = 0,
     ) -> None:
         self.options, self.facts, self.stats = options, facts, stats
         self.views, self.rows = views, rows
@@ -99,8 +101,7 @@ class Applier:
         head_stage = _stage(self.kernels, facts.layers[0].kv_head(0), views)
         scores = None if self.signals is None else self.signals.scores
         self.uneven = None if heads is None else UnevenPasses(views, heads, head_stage, scores)
-        self.max_tokens = 0
-        """Live tokens of uneven passes that choose together, at most; a single pass may have more."""
+        self.max_tokens = max_tokens
         self.shape = (facts.num_layers, facts.layers[0].num_kv_heads)
         self.positions = Positions(self.shape, facts.device)
         self.prompts: dict[str, int] = {}

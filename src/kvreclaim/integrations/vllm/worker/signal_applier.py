@@ -40,13 +40,14 @@ class SignalApplier(Applier):
         views: CacheViews,
         rows: RunnerRows,
         heads: HeadTables | None = None,
+        max_tokens: int = 0,
     ) -> None:
         policy, scores = options.settings.make_policy(), None
         if Signal.TOKEN_SCORES in policy.needs:
             scores = make_scores(views, None if heads is None else heads.grid)
             views = views.joining(scores.layers)
         self.signals = KeptSignals(facts, query_window(policy, views.block_size), stats, scores)
-        super().__init__(options, facts, stats, views, rows, heads)
+        super().__init__(options, facts, stats, views, rows, heads, max_tokens)
         watching.show_to(self.signals)
 
     def _rehearsed_signals(self, blocks: Tensor, num_tokens: int) -> SignalSource:
