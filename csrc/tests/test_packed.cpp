@@ -111,6 +111,14 @@ KVR_TEST(packed_linear_of_every_kind) {
       for (int64_t rows : {1, 2, 3, 5, 8, 11}) check(kind, type, rows, rows % 2 == 0 ? 512 : 256, {40, 17, 3}, random);
 }
 
+// Rows for which CPUs with matrix tiles have other loops, and more than these take at once.
+KVR_TEST(packed_linear_of_many_rows) {
+  Random random(7);
+  for (const Kind& kind : kKinds) check(kind, Type::kF32, 67, 512, {40, 130, 3}, random);
+  for (Type type : {Type::kBF16, Type::kF32}) check(kKinds[5], type, 533, 256, {17}, random);
+  check(kKinds[8], Type::kBF16, 97, 288, {50}, random);
+}
+
 KVR_TEST(packed_linear_over_many_threads) {
   Random random(6);
   for (const Kind& kind : kKinds) check(kind, Type::kBF16, 3, 1024, {130, 16}, random);

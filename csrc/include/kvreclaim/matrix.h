@@ -116,14 +116,10 @@ KVR_INLINE void split_weights(const MatrixRows& rows, int64_t count) {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       const float* s = rows.scores + r * kTile + half * 32;
-      const __m512 a = _mm512_loadu_ps(s), b = _mm512_loadu_ps(s + 16);
-      const __m512i high = (__m512i)_mm512_cvtne2ps_pbh(b, a);
-      const auto widen = [](__m256i x) { return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16); };
-      const __m512 rest_a = _mm512_sub_ps(a, widen(_mm512_castsi512_si256(high)));
-      const __m512 rest_b = _mm512_sub_ps(b, widen(_mm512_extracti64x4_epi64(high, 1)));
+      const PartsOfBF16 weights(_mm512_loadu_ps(s), _mm512_loadu_ps(s + 16));
       char* to = rows.p + half * 2 * kMatrixBytes + r * 64;
-      _mm512_store_si512(to, high);
-      _mm512_store_si512(to + kMatrixBytes, (__m512i)_mm512_cvtne2ps_pbh(rest_b, rest_a));
+      _mm512_store_si512(to, weights.high);
+      _mm512_store_si512(to + kMatrixBytes, weights.low);
     }
 }
 

@@ -23,5 +23,17 @@ struct MatrixConfig {
   }
 };
 
+// 32 numbers as sums of two bf16 numbers: the nearest, and what it leaves.
+struct PartsOfBF16 {
+  __m512i high, low;
+
+  KVR_INLINE PartsOfBF16(__m512 a, __m512 b) : high((__m512i)_mm512_cvtne2ps_pbh(b, a)) {
+    const auto widen = [](__m256i x) { return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16); };
+    const __m512 rest_a = _mm512_sub_ps(a, widen(_mm512_castsi512_si256(high)));
+    const __m512 rest_b = _mm512_sub_ps(b, widen(_mm512_extracti64x4_epi64(high, 1)));
+    low = (__m512i)_mm512_cvtne2ps_pbh(rest_b, rest_a);
+  }
+};
+
 }  // namespace kvreclaim::KVR_NS
 #endif

@@ -378,13 +378,7 @@ struct Unpack {
   }
 };
 
-}  // namespace kvreclaim::KVR_NS::packed_detail
-
-namespace kvreclaim::KVR_NS {
-
-inline void packed_linear(const PackedArgs& a) {
-  using namespace packed_detail;
-  if (a.rows == 0) return;
+inline void panel_linear(const PackedArgs& a) {
   const int64_t in = a.matrices[0]->in;
   Call call{a, {}};
   a.type == Type::kBF16 ? pack_x<Type::kBF16>(a, in, call.panels) : pack_x<Type::kF32>(a, in, call.panels);
@@ -403,6 +397,10 @@ inline void packed_linear(const PackedArgs& a) {
   }
   parallel_for((int64_t)shares.size(), work);
 }
+
+}  // namespace kvreclaim::KVR_NS::packed_detail
+
+namespace kvreclaim::KVR_NS {
 
 inline void unpack_rows(const UnpackArgs& a) {
   using namespace packed_detail;

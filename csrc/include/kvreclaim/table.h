@@ -11,7 +11,7 @@
 #include "kvreclaim/compact.h"
 #include "kvreclaim/decoder.h"
 #include "kvreclaim/norm.h"
-#include "kvreclaim/packed.h"
+#include "kvreclaim/packed_tiles.h"
 #include "kvreclaim/matrix_linear.h"
 #include "kvreclaim/mixture.h"
 #include "kvreclaim/recurrent_args.h"

@@ -36,6 +36,9 @@ def random_x(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: 
 
 
 STEPS = {"int8": 127, "int16": 127 * 128}
+FEW = 64
+"""Rows up to which every CPU multiplies integers; above, AMX multiplies parts of bf16."""
+PARTS = {"int8": 2**-8, "int16": 2**-16, "exact": 2**-19}
 
 
 def rounded(x: Tensor, activations: str) -> Tensor:
@@ -103,9 +106,9 @@ def test_every_cpu_rounds_alike(isa: str, activations: str) -> None:
     codes = torch.eye(32, dtype=torch.uint8)
     ones, none = torch.ones(32, 1), torch.zeros(32, 1, dtype=torch.uint8)
     matrix = PackedMatrix([PackedRows(codes, 4, CodeRule.ZERO, 32, ones, none)], 32)
-    x = random_x(2000, 32)
+    x = random_x(1920, 32)
     step = x.abs().amax(1, keepdim=True) / STEPS[activations]
-    got = packed_linear(x, [matrix], activations=activations)
+    got = torch.cat([packed_linear(some, [matrix], activations=activations) for some in x.split(FEW)])
     assert float(((got - rounded(x, activations)) / step).abs().max()) < 0.01
 
 
@@ -118,6 +121,25 @@ def test_a_row_does_not_depend_on_the_others(isa: str, kind: str, activations: s
         for first in (0, 21 - count):
             alone = packed_linear(x[first : first + count], [matrix], activations=activations)
             assert torch.equal(alone, together[first : first + count])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_rows_of_a_prompt(isa: str, kind: str, activations: str, dtype: torch.dtype) -> None:
+    """Near to exact products, and again the same for a row in any company of more than FEW."""
+    rows = random_rows(kind, 150, 512)
+    matrix, weight = PackedMatrix([rows], 150), rows.dequantised().double()
+    x = random_x(530, 512, dtype)
+    got = packed_linear(x.float(), [matrix], activations=activations).double()
+    sizes = x.double().abs() @ weight.abs().T
+    steps = x.double().unflatten(1, (-1, 32)).abs().amax(-1) @ weight.unflatten(1, (-1, 32)).abs().sum(-1).T
+    lost = (0 if activations == "exact" else 1 / STEPS[activations]) * steps + PARTS[activations] * sizes
+    assert bool(((got - x.double() @ weight.T).abs() <= lost).all())
+    own = packed_linear(x, [matrix], activations=activations)
+    torch.testing.assert_close(own.double(), got, rtol=2**-8, atol=float(lost.max()))
+    for first, end in ((0, FEW + 1), (400, 530), (1, 514)):
+        assert torch.equal(packed_linear(x[first:end], [matrix], activations=activations), own[first:end])
 
 
 def test_one_product_by_hand() -> None:
