@@ -61,7 +61,7 @@ class SamplingParams:
     )
     top_p: float = option(
         1.0,
-        "Sample from the fewest most likely tokens whose probabilities add up to this.",
+        "Sample from the fewest most likely tokens whose probabilities add up to this; 0: the likeliest.",
         low=0.0,
         high=1.0,
         panel=FIRST,
@@ -129,7 +129,6 @@ class SamplingParams:
         check_options(self)
         if self.seed == ANY_SEED:
             object.__setattr__(self, "seed", None)
-        require(self.top_p > 0, f"top_p is {self.top_p!r}; pass a number above 0, up to 1.", "top_p")
         require(
             not (self.temperature == 0 and self.n > 1),
             f"n is {self.n} with temperature 0; greedy outputs are all the same; pass n=1 or a temperature.",

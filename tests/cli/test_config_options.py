@@ -29,7 +29,7 @@ from kvreclaim.server.base.config import ServerConfig
 runner = CliRunner()
 CONFIGS = (EngineConfig, SamplingParams, CompressionSettings, ServerConfig)
 PLANS = (DecodePlan, ServePlan, VllmPlan, EvalPlan, TaskOptions)
-WORDS: dict[str, str] = {"eviction_policy": "slru", "kv_cache_dtype": "int8"}
+WORDS: dict[str, str] = {"eviction_policy": "slru", "kv_cache_dtype": "int8", "allowed_origins": "http://a"}
 ALL = [
     pytest.param(config, setting, id=f"{config.__name__}.{setting.name}")
     for config in (*CONFIGS, *PLANS)
@@ -217,3 +217,16 @@ def test_serve_takes_two_screens() -> None:
 def test_short_options_are_those_of_llama_cpp(name: str, arguments: list[str], field: dict[str, Any]) -> None:
     context = COMMANDS[(name,)].make_context(name, arguments)
     assert field.items() <= context.params.items()
+
+
+@pytest.mark.parametrize("command", ["serve", "run", "generate"])
+@pytest.mark.parametrize("typed", [["-ngl", "99"], ["--ctx-size=4096"], ["-fa"], ["--n-gpu-layers", "9"]])
+def test_options_of_other_engines_name_what_to_pass(command: str, typed: list[str]) -> None:
+    result = runner.invoke(app, [command, *typed])
+    assert result.exit_code == 2
+    assert f"{typed[0].partition('=')[0]} is no option here; " in result.stderr
+
+
+def test_an_option_of_another_engine_is_ours_where_a_command_has_it() -> None:
+    assert "--batch-size is no option" not in runner.invoke(app, ["eval", "--batch-size", "0"]).output
+    assert "--batch-size is no option" in runner.invoke(app, ["serve", "--batch-size", "9"]).output

@@ -48,7 +48,7 @@ def test_a_mistake_in_one_prompt_names_it_and_leaves_no_trace(make_llm):
     "fields",
     [
         {"temperature": -1.0},
-        {"top_p": 0.0},
+        {"top_p": -0.1},
         {"top_p": 1.5},
         {"top_k": -2},
         {"min_p": 2.0},

@@ -63,7 +63,7 @@ def distribution(logits: torch.Tensor, p: SamplingParams) -> dict[int, float]:
     total = sum(probs[t] for t in order)
     kept, reached = [], 0.0
     for token in order:
-        if reached >= p.top_p:
+        if kept and reached >= p.top_p:
             break
         kept.append(token)
         reached += probs[token] / total
@@ -95,6 +95,7 @@ PARAMS = [
     SamplingParams(top_k=4),
     SamplingParams(top_k=-1),
     SamplingParams(top_k=99),
+    SamplingParams(top_p=0.0),
     SamplingParams(top_p=0.05),
     SamplingParams(top_p=0.7),
     SamplingParams(top_p=0.95, temperature=2.0),

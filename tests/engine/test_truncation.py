@@ -13,7 +13,10 @@ from kvreclaim.engine.sampling import sampler
 from kvreclaim.engine.sampling.sampler import Cut, gumbel
 
 VOCAB = 5000
-CUTS = [Cut(0, 0.3, 0.0), Cut(40, 1.0, 0.0), Cut(2000, 0.999, 0.0), Cut(0, 1.0, 0.05), Cut(50, 0.8, 0.2)]
+CUTS = [
+    *(Cut(0, 0.0, 0.0), Cut(0, 0.3, 0.0), Cut(40, 1.0, 0.0), Cut(2000, 0.999, 0.0)),
+    *(Cut(0, 1.0, 0.05), Cut(50, 0.8, 0.2)),
+]
 
 
 def kept_by_definition(logits: torch.Tensor, cut: Cut) -> list[int]:
@@ -23,7 +26,7 @@ def kept_by_definition(logits: torch.Tensor, cut: Cut) -> list[int]:
     total = sum(float(probs[t]) for t in order)
     kept, reached = [], 0.0
     for token in order:
-        if reached / total >= cut.top_p:
+        if kept and reached / total >= cut.top_p:
             break
         kept.append(token)
         reached += float(probs[token])

@@ -71,7 +71,7 @@ REFUSED = [
     ({"stop_sequences": "x"}, "stop_sequences"),
     ({"temperature": -1.0}, "temperature"),
     ({"temperature": True}, "temperature"),
-    ({"top_p": 0.0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
     ({"top_k": -2}, "top_k"),
     ({"min_tokens": 13}, "min_tokens"),
     ({"logit_bias": {"x": 1.0}}, "logit_bias"),

@@ -58,7 +58,7 @@ COMPLETION_REFUSALS = [
     ({"logprobs": 21}, "logprobs"),
     ({"temperature": -1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
     ({"presence_penalty": 3}, "presence_penalty"),
     ({"seed": -(2**63) - 1}, "seed"),
     ({"stop": ""}, "stop"),

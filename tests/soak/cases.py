@@ -19,7 +19,7 @@ BAD: list[dict[str, Any]] = [
     {"max_tokens": -1},
     {"temperature": "hot"},
     {"temperature": 1e9},
-    {"top_p": 0},
+    {"top_p": -1},
     {"nonesuch": 1},
     {"kv_compression": {"policy": "nonesuch"}},
     {"kv_compression": {"budget": 3}},

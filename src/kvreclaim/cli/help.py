@@ -14,6 +14,31 @@ ARGUMENTS, NAMES_WIDTH = "Arguments", 24
 """The panel of arguments; columns of the names (a longer name has a line of its own)."""
 
 
+DEVICE = "a model runs on one device as a whole: pass --device cuda or --device cpu"
+FORMAT = "pass --kv-cache-dtype, such as int8 or int8+int4 (keys first)"
+ALWAYS = "remove it: this is always so"
+OTHER_NAMES = {
+    **dict.fromkeys(("-ngl", "--n-gpu-layers", "--gpu-layers", "--num-gpu"), DEVICE),
+    **dict.fromkeys(("--ctx-size", "--n-ctx", "--num-ctx"), "pass --max-model-len"),
+    **dict.fromkeys(("-ctk", "--cache-type-k", "-ctv", "--cache-type-v"), FORMAT),
+    **dict.fromkeys(("-fa", "--flash-attn", "--jinja", "--mmap", "-cb", "--cont-batching"), ALWAYS),
+    **dict.fromkeys(("-np", "--parallel"), "pass --max-num-seqs"),
+    **dict.fromkeys(("-ub", "--ubatch-size", "-b", "--batch-size"), "pass --max-num-batched-tokens"),
+    **dict.fromkeys(("-tb", "--threads-batch"), "pass --threads"),
+    **dict.fromkeys(("-hf", "--hf-repo"), "pass --model owner/name-GGUF:Q4_K_M"),
+    **dict.fromkeys(
+        ("-tp", "--tensor-parallel-size"), "this engine uses one device; vLLM with the plugin shards"
+    ),
+    **dict.fromkeys(("-a", "--alias"), "pass --served-model-name"),
+    **dict.fromkeys(("--n-predict", "--predict", "--num-predict"), "pass --max-tokens"),
+    "--temp": "pass --temperature",
+    "--repeat-penalty": "pass --repetition-penalty",
+    "--gpu-memory-utilization": "pass --kv-memory-fraction, the share of free memory for blocks",
+    "--grammar-file": "pass a grammar with each request (structured_outputs)",
+}
+"""Options of llama.cpp, ollama and vLLM, and what to pass instead."""
+
+
 class CommandApp(typer.Typer):
     """A typer app with plain help texts, for commands of this module."""
 
@@ -28,6 +53,14 @@ class CommandApp(typer.Typer):
 class PagedCommand(TyperCommand):
     """A command with panels of options. If it has --help-all, --help shows its first panel alone, of each
     option the first sentence of its help and its default."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuse options that other engines have with the name that they have here."""
+        own = {name for each in self.params for name in (*each.opts, *each.secondary_opts)}
+        for name in (each.partition("=")[0] for each in args[: args.index("--") if "--" in args else None]):
+            if name in OTHER_NAMES and name not in own:
+                ctx.fail(f"{name} is no option here; {OTHER_NAMES[name]}.")
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the panels in the order of their first options, arguments and frequent options first."""

@@ -233,8 +233,8 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Tokens kept in a row: the top_k likeliest (<= 0: all), of these the fewest that reach top_p, of these
-    the ones of at least min_p times the likeliest."""
+    """Tokens kept in a row: the top_k likeliest (<= 0: all), of these the fewest that reach top_p (one at
+    least), of these the ones of at least min_p times the likeliest."""
 
     top_k: int
     top_p: float

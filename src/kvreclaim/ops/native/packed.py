@@ -22,7 +22,8 @@ def packed_linear(
     activations: "int8" and "int16" round x to 8 and 15 bits, with a scale per 32 columns, and multiply
         integers, which loses 1/254 and 1/32512 of the largest of 32 columns; "exact" multiplies weights in
         fp32
-    A row's result does not depend on the other rows, their number or the number of threads.
+    With AMX, more than 64 rows are multiplied as sums of two bf16 numbers ("int16") or as one ("int8").
+    A row's result does not depend on the other rows or the number of threads.
     """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     out = x.new_empty((rows.shape[0], sum(each.out_features for each in matrices)))

@@ -62,6 +62,12 @@ class ServerConfig:
         "addresses.",
         typed_as=list[str],
     )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "Origin of web pages that may call this server, such as https://app.example; * allows all. Default: "
+        "this server's own page.",
+        typed_as=list[str],
+    )
     max_body_bytes: int | None = option(
         None,
         "Maximum size of a request body. Default: what the model's context needs.",
@@ -217,6 +223,15 @@ class ServerConfig:
             "responses_db is empty; pass the path of a file, or nothing for memory.",
             "responses_db",
         )
+        for origin in self.allowed_origins:
+            parts = urlsplit(origin)
+            require(
+                origin == "*"
+                or (parts.scheme in ("http", "https") and origin == f"{parts.scheme}://{parts.netloc}"),
+                f"allowed_origins has {origin!r}; pass scheme, host and port alone, such as "
+                "http://localhost:3000, or *.",
+                "allowed_origins",
+            )
         require(self.port < 65_536, f"port is {self.port}; ports end at 65535; pass a smaller one.")
         if self.otlp_traces_endpoint is not None:
             check_url("otlp_traces_endpoint", self.otlp_traces_endpoint)

@@ -18,6 +18,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
 from kvreclaim import __version__
 from kvreclaim.engine.serving.client import EngineClient
@@ -30,7 +31,7 @@ from kvreclaim.server.base.config import ServerConfig
 from kvreclaim.server.base.errors import install_handlers
 from kvreclaim.server.http.connections import HTTPConfig, Refusals, allow_files
 from kvreclaim.server.http.gate import Gate
-from kvreclaim.server.openai import chat, completions, models, tokenizing
+from kvreclaim.server.openai import chat, completions, llamacpp, models, tokenizing
 from kvreclaim.server.page.routes import install_page
 from kvreclaim.server.responses import routes as responses
 from kvreclaim.server.responses.store import ResponseStore
@@ -84,13 +85,21 @@ def create_app(service: Service) -> FastAPI:
     app.state.responses = ResponseStore(service.config)
     install_handlers(app)
     app.include_router(system.router)
-    for room in (completions, chat, responses, models, tokenizing):
+    for room in (completions, chat, responses, models, tokenizing, llamacpp):
         app.include_router(room.router)
     app.include_router(anthropic.router)
     app.include_router(slots.router)
     install_page(app, service)
     limit = body_limit(service.config.max_body_bytes, service.longest)
     app.add_middleware(Gate, config=service.config, max_body_bytes=limit)
+    if service.config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.config.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
     observe(app, service)
     return app
 

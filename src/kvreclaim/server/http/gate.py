@@ -94,7 +94,10 @@ class Gate:
         counted = scope["method"] == "POST"
         self.running[tenant.name] += counted
         try:
-            await self.app(scope, _Limited(receive, self.max_body_bytes), send)
+            # The server sends no body for HEAD.
+            seen = scope | {"method": "GET"} if scope["method"] == "HEAD" else scope
+            await self.app(seen, _Limited(receive, self.max_body_bytes), send)
+            scope.update({name: seen[name] for name in ("route",) if name in seen})
         finally:
             self.running[tenant.name] -= counted
             if not self.running[tenant.name]:
@@ -109,7 +112,12 @@ class Gate:
                 "one (--allowed-hosts).",
                 code="host_not_allowed",
             )
-        if scope["method"] not in SAFE_METHODS and not _is_preflighted(headers) and is_foreign(headers):
+        known = {EVERY, headers.get("origin")} & set(self.config.allowed_origins)
+        if (
+            scope["method"] not in SAFE_METHODS
+            and not (known or _is_preflighted(headers))
+            and is_foreign(headers)
+        ):
             raise ApiError(
                 403,
                 "a page of another site sent this request (Sec-Fetch-Site, Origin); send it from this "
@@ -174,8 +182,8 @@ def _too_large(limit: int) -> str:
 
 
 def _is_preflighted(headers: Headers) -> bool:
-    """Whether a browser sends a preflight, which this server refuses, before such a cross-site request: it
-    has a JSON body, or a key in a custom header."""
+    """Whether a browser sends a preflight, which this server refuses but for --allowed-origins, before such a
+    cross-site request: it has a JSON body, or a key in a custom header."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     is_json = kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
     bearer = headers.get("authorization", "").lower().startswith("bearer ")

@@ -174,7 +174,8 @@ def rendered(
             raise ApiError(400, str(error), name or None).about(NAMED.get(name, "messages")) from error
 
     text = written(made)
-    for role in sorted({message["role"] for message in made if "name" in message}):
+    # Of a tool message the name repeats the call's.
+    for role in sorted({message["role"] for message in made if "name" in message} - {"tool"}):
         if text == written([_nameless(message) if message["role"] == role else message for message in made]):
             place = next(i for i, message in enumerate(made) if message["role"] == role and "name" in message)
             field = f"messages.{place}.name"

@@ -21,10 +21,11 @@ TEXT_ERRORS: Responses = {status: ERRORS[status] for status in (400, 401, 404, 4
 
 
 class TokenizeRequest(ConversationOptions):
-    """A prompt, or messages with their options."""
+    """A prompt, or messages with their options. content: llama.cpp's name of prompt."""
 
     model: str | None = None
     prompt: str | None = None
+    content: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -43,7 +44,10 @@ class DetokenizeRequest(Fields):
 
 
 class DetokenizeResponse(BaseModel):
+    """content: llama.cpp's name of prompt."""
+
     prompt: str
+    content: str
 
 
 OF_MESSAGES = tuple(ConversationOptions.model_fields)
@@ -63,8 +67,8 @@ async def tokenize(body: TokenizeRequest, service: ServiceDep, tenant: TenantDep
             count=len(ids), max_model_len=service.max_model_len, tokens=ids, token_strs=strings
         )
 
-    size = len(body.prompt) if body.prompt is not None else None
-    return await _written(work, service, tenant, size)
+    text = _text_of(body)
+    return await _written(work, service, tenant, None if text is None else len(text))
 
 
 async def _written(
@@ -75,8 +79,16 @@ async def _written(
     return Response(written, media_type="application/json")
 
 
+def _text_of(body: TokenizeRequest) -> str | None:
+    if body.content is None:
+        return body.prompt
+    if body.prompt is not None:
+        raise ApiError(400, "content and prompt are both set; they are two names of one text.", "content")
+    return body.content
+
+
 def _ids(body: TokenizeRequest, service: Service) -> list[int]:
-    prompt, messages = body.prompt, body.messages
+    prompt, messages = _text_of(body), body.messages
     if messages is not None and prompt is None:
         if body.add_special_tokens:
             raise ApiError(
@@ -105,6 +117,7 @@ async def detokenize(body: DetokenizeRequest, service: ServiceDep, tenant: Tenan
         raise ApiError(400, f"tokens holds {wrong}; the model's ids go from 0 to {size - 1}.", "tokens")
 
     def work() -> DetokenizeResponse:
-        return DetokenizeResponse(prompt=str(service.tokenizer.decode(body.tokens)))
+        text = str(service.tokenizer.decode(body.tokens))
+        return DetokenizeResponse(prompt=text, content=text)
 
     return await _written(work, service, tenant, size=len(body.tokens))

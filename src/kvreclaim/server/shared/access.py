@@ -107,7 +107,9 @@ class Watch:
             self._notify(scope, status if complete else CLIENT_LEFT, started_ns, elapsed_s)
 
     def _notify(self, scope: Scope, status: int, started_ns: int, elapsed_s: float) -> None:
-        state: dict[str, Any] = scope["state"]
+        state: dict[str, Any] = scope.get("state", {})
+        if "request_id" not in state:
+            return  # a browser's preflight, answered before the gate
         tenant = state.get("tenant")
         access = Access(
             method=scope["method"] if scope["method"] in METHODS else "other",
