@@ -448,7 +448,7 @@ def test_instructions_and_a_leading_system_message_are_one(server: Running, prom
         ({"input": "w20 " * 600}, "input"),
         ({"input": "w20", "conversation": "conv_1"}, "conversation"),
         ({"input": "w20", "prompt": {"id": "x"}}, "prompt"),
-        ({"input": "w20", "background": True}, "background"),
+        ({"input": "w20", "background": True, "store": False}, "store"),
         ({"input": "w20", "tools": [{"type": "web_search"}]}, "tools.0"),
         ({**SAID, "tool_choice": "required"}, "tool_choice"),
         ({**SAID, "tools": [{**TOOLS[0], "strict": True}]}, "tools.0.strict"),

@@ -34,6 +34,7 @@ from kvreclaim.server.http.gate import Gate
 from kvreclaim.server.openai import chat, completions, llamacpp, models, tokenizing
 from kvreclaim.server.page.routes import install_page
 from kvreclaim.server.responses import routes as responses
+from kvreclaim.server.responses.background import BackgroundResponses
 from kvreclaim.server.responses.store import ResponseStore
 from kvreclaim.server.shared.bodies import body_limit
 from kvreclaim.server.shared.service import Service
@@ -83,6 +84,7 @@ def create_app(service: Service) -> FastAPI:
     )
     app.state.service = service
     app.state.responses = ResponseStore(service.config)
+    app.state.background = BackgroundResponses(service.config.max_stored_responses_bytes)
     install_handlers(app)
     app.include_router(system.router)
     for room in (completions, chat, responses, models, tokenizing, llamacpp):

@@ -95,7 +95,7 @@ class Gate:
         self.running[tenant.name] += counted
         try:
             # The server sends no body for HEAD.
-            seen = scope | {"method": "GET"} if scope["method"] == "HEAD" else scope
+            seen = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
             await self.app(seen, _Limited(receive, self.max_body_bytes), send)
             scope.update({name: seen[name] for name in ("route",) if name in seen})
         finally:

@@ -140,7 +140,7 @@ def head(response_id: str, body: ResponsesRequest, params: SamplingParams) -> di
         "object": "response",
         "created_at": int(time.time()),
         **outcome_of(None),
-        "background": False,
+        "background": body.background is True,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
@@ -212,7 +212,10 @@ ROUTE = "/v1/responses"
 
 
 class ResponseAnswer:
-    """The answer to a validated request: whole, or as events."""
+    """The answer to a validated request: whole, or as events.
+
+    sent: events of a background response, by sequence number
+    """
 
     def __init__(
         self, turn: Translated, service: Service, store: ResponseStore, request: Request, prompt: RequestSpec
@@ -224,15 +227,16 @@ class ResponseAnswer:
         self.prompt = prompt
         self.request_id = request_id_of(request.scope)
         self.chat = ChatAnswer(turn.chat, service, self.request_id, [prompt])
-        self.texts = TextTokens(self.chat.splitter(), self.chat.vocabulary, whole=not turn.body.stream)
+        self.texts = TextTokens(self.chat.splitter(), self.chat.vocabulary, whole=not turn.body.in_pieces)
         response_id = answer_id(self.request_id, ROUTE)
         self.output = OutputItems(response_id)
         self.response = head(response_id, turn.body, prompt.params)
+        self.sent: list[bytes] = []
         self._num_events = 0
 
     async def respond(self) -> Response:
         if self.turn.body.stream:
-            return await stream_events(self._events(), self.request)
+            return await stream_events(self.events(), self.request)
         return await answer_json(self._whole(), self.request)
 
     async def _whole(self) -> bytes:
@@ -248,7 +252,18 @@ class ResponseAnswer:
 
         return await self._write_json(write, update)
 
-    async def _events(self) -> AsyncGenerator[bytes, None]:
+    async def cancel(self) -> None:
+        """End with the output so far, and store it."""
+
+        def write() -> None:
+            ended = self.output.end("incomplete")
+            self.response |= {"status": "cancelled", "output": self.output.items}
+            self.response["store"] = self._keep()
+            self._written(*ended, self._about("incomplete"))
+
+        await self.service.workers.run(self.prompt.tenant, write)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
         """Raises: ApiError for an error before the first event; a later error is the last event."""
         with own_names(self.turn.places):
             async with self.service.submit(self.request_id, [self.prompt]) as (stream,):
@@ -281,7 +296,7 @@ class ResponseAnswer:
             entries = about["logprobs"]["content"]
             for message, logprobs in self.texts.of_messages(delta.token_ids, entries, last=update.finished):
                 self.output.logprobs[message] += logprobs
-        events = self.output.write(pieces if self.turn.body.stream else _again(pieces))
+        events = self.output.write(pieces if self.turn.body.in_pieces else _again(pieces))
         if update.finished:
             assert update.metrics is not None, "the last update has metrics"
             self.response |= outcome_of(about["finish_reason"])
@@ -308,6 +323,8 @@ class ResponseAnswer:
             data = {**each, "sequence_number": self._num_events}
             self._num_events += 1
             written.append(event(json_of(data).decode(), each["type"]))
+        if self.turn.body.background:
+            self.sent += written
         return b"".join(written)
 
     async def _write_json(self, work: Any, update: Update) -> bytes:

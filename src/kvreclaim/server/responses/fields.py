@@ -95,9 +95,7 @@ class ResponsesRequest(SharedFields):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     include: Include | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    background: (
-        Annotated[Literal[False], described("false; a response is made while its client waits")] | None
-    ) = None
+    background: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     thinking_token_budget: int | None = Field(None, ge=0, le=MAX_INT32)
@@ -106,6 +104,11 @@ class ResponsesRequest(SharedFields):
     def kept(self) -> bool:
         """Whether the response is stored."""
         return self.store is not False
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether the output is sent or kept as events."""
+        return bool(self.stream or self.background)
 
     @property
     def with_logprobs(self) -> bool:

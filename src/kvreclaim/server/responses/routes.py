@@ -13,6 +13,7 @@ from starlette.responses import Response
 from kvreclaim.server.base.errors import ApiError
 from kvreclaim.server.base.fields import KVCacheUsage, Responses, ResponseSchema, streamed_body
 from kvreclaim.server.base.identity import Tenant
+from kvreclaim.server.http.events import json_of, stream_events
 from kvreclaim.server.openai.chat import prompt_of
 from kvreclaim.server.openai.prompts import check_options
 from kvreclaim.server.openai.schemas import (
@@ -22,6 +23,7 @@ from kvreclaim.server.openai.schemas import (
     PromptTokensDetails,
 )
 from kvreclaim.server.responses.answer import ROUTE, ResponseAnswer
+from kvreclaim.server.responses.background import BackgroundResponse, BackgroundResponses
 from kvreclaim.server.responses.fields import ResponsesRequest
 from kvreclaim.server.responses.store import Kept, ResponseStore
 from kvreclaim.server.responses.translate import own_names, translated
@@ -105,7 +107,7 @@ class ResponseObject(BaseModel):
     object: Literal["response"]
     created_at: int
     completed_at: int | None
-    status: Literal["completed", "incomplete", "failed"]
+    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
     error: ResponseFailure | None
     incomplete_details: IncompleteDetails | None
     model: str
@@ -139,13 +141,20 @@ def store_of(request: Request) -> ResponseStore:
     return store
 
 
+def background_of(request: Request) -> BackgroundResponses:
+    running: BackgroundResponses = request.app.state.background
+    return running
+
+
 StoreDep = Annotated[ResponseStore, Depends(store_of)]
+BackgroundDep = Annotated[BackgroundResponses, Depends(background_of)]
 
 
 class Retrieval(ResponseSchema):
-    """Options for reading a response; only finished ones are stored."""
+    """Options for reading a response. starting_after: sequence number of the last event that was seen."""
 
     stream: bool | None = None
+    starting_after: int | None = Field(None, ge=0)
 
 
 class ItemPage(ResponseSchema):
@@ -158,39 +167,71 @@ class ItemPage(ResponseSchema):
 
 @router.post(ROUTE, responses=ERRORS | STREAMED, response_class=Response)
 async def create_response(
-    body: ResponsesRequest, request: Request, service: ServiceDep, tenant: TenantDep, store: StoreDep
+    body: ResponsesRequest,
+    request: Request,
+    service: ServiceDep,
+    tenant: TenantDep,
+    store: StoreDep,
+    background: BackgroundDep,
 ) -> Response:
     """Generate the assistant's next turn, and store it for the turn after."""
     service.check_model(body.model)
+    if body.background and not body.kept:
+        raise ApiError(
+            400, "background is true with store false, but it is read from the store; leave one out.", "store"
+        )
     turn = await service.workers.run(tenant.name, partial(translated, body, service, store, tenant))
     with own_names(turn.places):
         check_options(turn.chat, service, request.scope)
         service.check_room(tenant.name)
         prompt = await prompt_of(turn.chat, service, tenant)
-    return await ResponseAnswer(turn, service, store, request, prompt).respond()
+    answer = ResponseAnswer(turn, service, store, request, prompt)
+    if not body.background:
+        return await answer.respond()
+    made = await background.start(answer)
+    if body.stream:
+        return await stream_events(made.follow(-1), request)
+    return _current(made)
 
 
 @router.get(ONE, responses={200: {"model": ResponseObject}, **STORED_ERRORS}, response_class=Response)
 async def retrieve_response(
     response_id: str,
     how: Annotated[Retrieval, Query()],
+    request: Request,
     service: ServiceDep,
     tenant: TenantDep,
     store: StoreDep,
+    background: BackgroundDep,
 ) -> Response:
-    """Return a stored response."""
+    """Return a response, or the events of one that was made in the background."""
+    if how.starting_after is not None and not how.stream:
+        raise ApiError(400, "starting_after belongs to stream=true; leave it out.", "starting_after")
+    made = background.get(tenant.name, response_id)
+    if made is not None and how.stream:
+        after = -1 if how.starting_after is None else how.starting_after
+        return await stream_events(made.follow(after), request)
+    if made is not None:
+        return _current(made)
     if how.stream:
-        raise ApiError(400, "stream is true, but a stored response has ended; leave stream out.", "stream")
+        raise ApiError(
+            400,
+            "stream is true, but this response has no events: it was not made in the background, or that was "
+            "long ago; leave stream out.",
+            "stream",
+        )
     kept = await _kept(response_id, service, tenant, store)
     return Response(kept.response, media_type="application/json")
 
 
 @router.delete(ONE, responses=STORED_ERRORS)
 async def delete_response(
-    response_id: str, service: ServiceDep, tenant: TenantDep, store: StoreDep
+    response_id: str, service: ServiceDep, tenant: TenantDep, store: StoreDep, background: BackgroundDep
 ) -> DeletedResponse:
-    """Delete a response; responses that continue it remain."""
-    if not await service.workers.run(tenant.name, partial(store.delete, tenant.name, response_id)):
+    """Delete a response, cancelled if it runs; responses that continue it remain."""
+    was_made = await background.delete(tenant.name, response_id)
+    was_kept = await service.workers.run(tenant.name, partial(store.delete, tenant.name, response_id))
+    if not (was_made or was_kept):
         raise _missing(response_id)
     return DeletedResponse(id=response_id)
 
@@ -222,18 +263,29 @@ async def input_items(
     )
 
 
-@router.post(f"{ONE}/cancel", responses={**STORED_ERRORS, 200: {"model": ResponseObject}})
+@router.post(
+    f"{ONE}/cancel", responses={**STORED_ERRORS, 200: {"model": ResponseObject}}, response_class=Response
+)
 async def cancel_response(
-    response_id: str, service: ServiceDep, tenant: TenantDep, store: StoreDep
-) -> ResponseObject:
-    """Always refused: a response is created within one request; close the connection to cancel it."""
-    await _kept(response_id, service, tenant, store)
+    response_id: str, service: ServiceDep, tenant: TenantDep, store: StoreDep, background: BackgroundDep
+) -> Response:
+    """End a background response with its output so far; one that has ended stays as it is."""
+    made = background.get(tenant.name, response_id)
+    if made is not None:
+        await made.cancel()
+        return _current(made)
+    kept = await _kept(response_id, service, tenant, store)
+    if from_json(kept.response)["background"]:
+        return Response(kept.response, media_type="application/json")
     raise ApiError(
         400,
-        "only background responses can be cancelled, and this server makes none; close the connection of a "
-        "running one.",
+        "only background responses can be cancelled; close the connection of another one while it runs.",
         "response_id",
     )
+
+
+def _current(made: BackgroundResponse) -> Response:
+    return Response(json_of(made.answer.response), media_type="application/json")
 
 
 async def _kept(response_id: str, service: Service, tenant: Tenant, store: ResponseStore) -> Kept:
