@@ -143,6 +143,7 @@ def test_an_option_is_a_field_of_a_config_or_one_of_a_few(command, groups, other
         "model",
         "dtype",
         "device",
+        "config_file",
         "help_all",
         *others,
     }

@@ -119,3 +119,22 @@ def test_a_tool_message_may_have_a_name(server: Running) -> None:
     body = {"model": MODEL, "messages": messages, "max_tokens": 1}
     answer = web.post(f"{server.base_url}/v1/chat/completions", json=body, headers=headers())
     assert answer.status_code == 200, answer.text
+
+
+def test_the_servers_system_prompt(tiny_dir: Callable[[str], Path]) -> None:
+    """In conversations that have none, of every dialect."""
+    said = {"role": "user", "content": "hello"}
+    own = [{"role": "system", "content": "Be terse."}, said]
+    with running_server(LLM(tiny_dir("llama"), num_blocks=64), system="Be terse.") as with_default:
+        url = f"{with_default.base_url}/apply-template"
+        prompt = web.post(url, json={"messages": [said]}).json()["prompt"]
+        assert prompt == web.post(url, json={"messages": own}).json()["prompt"]
+        assert prompt.count("Be terse.") == 1
+        other = [{"role": "system", "content": "Be kind."}, said]
+        assert "terse" not in web.post(url, json={"messages": other}).json()["prompt"]
+        counted = web.post(
+            f"{with_default.base_url}/v1/messages/count_tokens", json={"model": MODEL, "messages": [said]}
+        ).json()["input_tokens"]
+        assert (
+            counted == web.post(f"{with_default.base_url}/tokenize", json={"messages": own}).json()["count"]
+        )

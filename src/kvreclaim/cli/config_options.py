@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 
 from kvreclaim.checks import require
+from kvreclaim.cli.config_file import CONFIG_FILE, ConfigFile
 from kvreclaim.cli.help import HELP_ALL, HelpAll
 from kvreclaim.compression_settings import parse_budget
 from kvreclaim.errors import InvalidArgumentError, KVReclaimError
@@ -121,10 +122,12 @@ def with_config(function: Callable[..., None]) -> Callable[..., None]:
 
     if len(parameters) > MANY:
         kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(CONFIG_FILE, kind, default=None, annotation=ConfigFile))
         parameters.append(inspect.Parameter(HELP_ALL, kind, default=False, annotation=HelpAll))
 
     def command(**given: Any) -> None:
-        given.pop(HELP_ALL, None)
+        for name in (CONFIG_FILE, HELP_ALL):
+            given.pop(name, None)
         with usage_errors():
             built = {name: group.value(name, given) for name, group in groups.items()}
             function(**given, **built)

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from kvreclaim.cli.config_file import FLAG, with_file
+from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.options import FIRST
 
 ARGUMENTS, NAMES_WIDTH = "Arguments", 24
@@ -55,11 +57,18 @@ class PagedCommand(TyperCommand):
     option the first sentence of its help and its default."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Refuse options that other engines have with the name that they have here."""
+        """Read --config's file, and refuse options of other engines with what stands for them here."""
         own = {name for each in self.params for name in (*each.opts, *each.secondary_opts)}
         for name in (each.partition("=")[0] for each in args[: args.index("--") if "--" in args else None]):
             if name in OTHER_NAMES and name not in own:
                 ctx.fail(f"{name} is no option here; {OTHER_NAMES[name]}.")
+        if FLAG in own:
+            flags = {flag: each.multiple or each.nargs != 1 for each in self.params for flag in each.opts}
+            try:
+                commands = ctx.parent.command.commands if ctx.parent is not None else (ctx.info_name,)
+                args = with_file(args, str(ctx.info_name), commands, flags)
+            except InvalidArgumentError as error:
+                ctx.fail(str(error))
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

@@ -45,7 +45,10 @@ def serve(
     ],
     compression: Annotated[Any, opt.Compression],
     calibrate: opt.Calibrate = False,
-    log_level: Annotated[str, typer.Option(help="Log level: debug, info, warning or error.")] = "info",
+    log_level: Annotated[
+        str,
+        typer.Option(rich_help_panel=OBSERVABILITY, help="Log level: debug, info, warning or error."),
+    ] = "info",
     log_format: Annotated[
         str,
         typer.Option(

@@ -106,7 +106,7 @@ def _dropped(body: ConversationFields, service: Service, text: str) -> DroppedSp
 
 def _counted(found: Rendered, body: ConversationFields, service: Service) -> Rendered:
     """Add the counter of system prompt and tools."""
-    if body.system is None and not body.tools:
+    if body.system is None and not body.tools and not service.config.system:
         return found
     assert service.plain is not None, "a model without tokenizer is refused"
     encode = service.plain.encode

@@ -191,6 +191,7 @@ class ServerConfig:
     chat_template: str | None = option(
         None, "File with a Jinja chat template. Default: the model's own.", typed_as=Path, panel=MODEL
     )
+    system: str = option("", "System prompt of conversations that have none.", panel=MODEL)
     tool_call_parser: str = option(
         AUTO,
         "Format of tool calls. With auto the chat template shows it.",

@@ -124,7 +124,8 @@ def system_counter(
     with_tools: bool = True,
 ) -> Callable[[], int] | None:
     """Return a counter of the leading tokens of system prompt and tools; None: there are none."""
-    if not (with_tools and options.tools) and messages[0].role not in SYSTEM_ROLES:
+    has_system = service.config.system or messages[0].role in SYSTEM_ROLES
+    if not (with_tools and options.tools) and not has_system:
         return None
     assert service.plain is not None, "a model without tokenizer is refused"
 

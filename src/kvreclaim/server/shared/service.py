@@ -16,7 +16,7 @@ from fastapi import Depends, Request
 
 from kvreclaim.checks import check_text
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.engine.api.chat import PlainText, chat_text, variables_of
+from kvreclaim.engine.api.chat import SYSTEM_ROLES, PlainText, chat_text, variables_of
 from kvreclaim.engine.api.exports import Tokenizer
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.serving.client import EngineClient, RequestStream
@@ -270,6 +270,8 @@ def text_of(
     **options: Any,
 ) -> str:
     """Render a conversation through the chat template, for `plain` to encode, which escapes users' text."""
+    if service.config.system and not (messages and messages[0]["role"] in SYSTEM_ROLES):
+        messages = [{"role": "system", "content": service.config.system}, *messages]
     given: tuple[Any, ...] = (messages, tools, template_kwargs)
     if service.plain is not None:  # without a tokenizer chat_text raises
         given = tuple(map(service.plain.guard, given))
