@@ -14,7 +14,7 @@ from kvreclaim.cli.main import COMMANDS
 from kvreclaim.ops import extension
 
 OTHER_ROOMS = ("ops.triton", "server", "bench", "eval", "calibrate", "plan", "sim", "integrations", "demo")
-SHARED = {"main", "options", "config_options", "help", "model_names", "uncollected"}
+SHARED = {"main", "options", "config_file", "config_options", "help", "model_names", "uncollected"}
 """Files of the command line that are no command."""
 WATCH = """
 import gc, sys
@@ -140,7 +140,11 @@ def test_a_name_that_is_no_command_is_compared_with_all(tmp_path: Path) -> None:
     assert "generate" in done.stderr.replace("generat'", "")
 
 
-def test_the_help_names_every_command_in_order(tmp_path: Path) -> None:
-    done = run("app(['--help'])", tmp_path)
+def test_the_help_names_every_command_in_order_and_imports_none(tmp_path: Path) -> None:
+    program = "import atexit\natexit.register(lambda: print(*(n for n in sys.modules if n.startswith('kvreclaim.'))))"
+    done = run(f"import sys\n{program}\napp(['--help'])", tmp_path)
+    loaded = {name.split(".")[-1] for name in done.stdout.splitlines()[-1].split() if ".cli." in name}
+    assert "main" in loaded
+    assert loaded <= SHARED
     lines = [line.strip().split(" ")[0] for line in done.stdout.splitlines()]
     assert [word for word in lines if word in COMMANDS] == list(COMMANDS)

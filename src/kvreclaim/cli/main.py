@@ -19,23 +19,24 @@ from kvreclaim.cli.uncollected import uncollected
 from kvreclaim.errors import printable
 
 COMMANDS = {
-    "run": "run.run",
-    "generate": "generate.generate",
-    "serve": "serve.serve",
-    "eval": "eval.evaluate",
-    "calibrate": "calibrate.calibrate",
-    "calibrate-speed": "calibrate_speed.calibrate_speed",
-    "fetch": "model_names.fetch",
-    "ls": "local_models.ls",
-    "rm": "local_models.rm",
-    "policies": "policies.policies",
-    "tasks": "policies.tasks",
-    "plan": "plan.plan",
-    "simulate": "simulate.simulate",
-    "demo": "demo.demo",
-    "bench": "bench.bench_app",
+    "run": ("run.run", "Chat with a model in the terminal."),
+    "generate": ("generate.generate", "Generate from one prompt."),
+    "serve": ("serve.serve", "Serve a model to OpenAI and Anthropic clients."),
+    "eval": ("eval.evaluate", "Compare policies and KV formats at equal bytes."),
+    "calibrate": ("calibrate.calibrate", "Measure what a model's policies need."),
+    "calibrate-speed": ("calibrate_speed.calibrate_speed", "Measure step times for the simulator."),
+    "fetch": ("model_names.fetch", "Download a language model."),
+    "ls": ("local_models.ls", "List the models in the cache directory."),
+    "rm": ("local_models.rm", "Delete a fetched model."),
+    "policies": ("policies.policies", "List the compression policies."),
+    "tasks": ("policies.tasks", "List the tasks of `kvreclaim eval`."),
+    "plan": ("plan.plan", "Estimate memory and concurrency."),
+    "simulate": ("simulate.simulate", "Simulate serving a trace."),
+    "demo": ("demo.demo", "Show what compression frees and costs."),
+    "bench": ("bench.bench_app", "Benchmark kernels, decoding and serving."),
 }
-"""Module and function of each command, or its app with commands of its own."""
+"""Module and function of each command, or its app with commands of its own, and its line in the help text, for
+which no command is imported."""
 
 
 class CommandTable(Mapping[str, Any]):
@@ -57,7 +58,7 @@ class CommandTable(Mapping[str, Any]):
 
 
 def _made(name: str) -> Any:
-    module, attribute = COMMANDS[name].split(".")
+    module, attribute = COMMANDS[name][0].split(".")
     with uncollected():
         found = getattr(import_module(f"kvreclaim.cli.{module}"), attribute)
     if isinstance(found, typer.Typer):
@@ -73,6 +74,10 @@ class _Group(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.commands = CommandTable()  # type: ignore[assignment]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
 
 app = CommandApp(
