@@ -141,10 +141,10 @@ def test_a_name_that_is_no_command_is_compared_with_all(tmp_path: Path) -> None:
 
 
 def test_the_help_names_every_command_in_order_and_imports_none(tmp_path: Path) -> None:
-    program = "import atexit\natexit.register(lambda: print(*(n for n in sys.modules if n.startswith('kvreclaim.'))))"
-    done = run(f"import sys\n{program}\napp(['--help'])", tmp_path)
-    loaded = {name.split(".")[-1] for name in done.stdout.splitlines()[-1].split() if ".cli." in name}
+    done = run("import atexit, sys\natexit.register(lambda: print(*sys.modules))\napp(['--help'])", tmp_path)
+    names = done.stdout.splitlines()[-1].split()
+    loaded = {name.split(".")[-1] for name in names if name.startswith("kvreclaim.cli.")}
     assert "main" in loaded
     assert loaded <= SHARED
-    lines = [line.strip().split(" ")[0] for line in done.stdout.splitlines()]
+    lines = [line.strip().split(" ")[0] for line in done.stdout.splitlines()[:-1]]
     assert [word for word in lines if word in COMMANDS] == list(COMMANDS)
