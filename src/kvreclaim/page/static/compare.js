@@ -1,8 +1,7 @@
 // One prompt, sent twice: with a compression policy and with the full cache.
 
 import { complete } from "./completion.js";
-
-const count = (number) => number.toLocaleString("en");
+import { make, whole } from "./dom.js";
 
 export class Compare {
   #panes;
@@ -84,7 +83,7 @@ export class Compare {
       const body = { ...this.#body(example.prompt), max_tokens: example.max_tokens, temperature: 0, kv_compression: { policy: "full" } };
       let text = "";
       try {
-        for await (const part of complete({ ...body, cache_salt: "page example" }, this.#abort.signal)) text += part.text;
+        for await (const part of complete({ ...body, cache_salt: "page example" }, this.#abort.signal)) text += part.reasoning + part.text;
       } catch (error) {
         if (error.name === "AbortError") throw error; // else the prompt is too long for this server
       }
@@ -152,7 +151,7 @@ class Pane {
     element.append(template.content.cloneNode(true));
     const title = element.querySelector("h3");
     this.name = title.textContent;
-    this.swatch = Object.assign(document.createElement("span"), { className: "swatch", hidden: true });
+    this.swatch = make("span", { className: "swatch", hidden: true });
     title.prepend(this.swatch);
     this.announce = announce;
     this.part = (name) => element.querySelector(`[data-${name}]`);
@@ -173,8 +172,8 @@ class Pane {
     const [id, , , blocks, , freed] = request;
     this.#peak = Math.max(this.#peak, blocks);
     this.swatch.style.background = owners.of(id);
-    this.part("peak").textContent = count(this.#peak);
-    this.part("freed").textContent = count(freed);
+    this.part("peak").textContent = whole(this.#peak);
+    this.part("freed").textContent = whole(freed);
   }
 
   // known: the right answer, null if there is none
@@ -186,7 +185,7 @@ class Pane {
     let text = "", reason = null, usage = null;
     try {
       for await (const part of complete(body, this.#abort.signal, (id) => this.#started(id))) {
-        text += part.text;
+        text += part.reasoning + part.text;
         reason = part.reason ?? reason;
         usage = part.usage ?? usage;
         this.#show(text, known);
@@ -222,14 +221,14 @@ class Pane {
   }
 
   #count(usage, began) {
-    this.part("tokens").textContent = count(usage.completion_tokens);
-    this.part("rate").textContent = count(Math.round(usage.completion_tokens / ((performance.now() - began) / 1000)));
-    this.part("cached").textContent = count(usage.prompt_tokens_details?.cached_tokens ?? 0);
+    this.part("tokens").textContent = whole(usage.completion_tokens);
+    this.part("rate").textContent = whole(usage.completion_tokens / ((performance.now() - began) / 1000));
+    this.part("cached").textContent = whole(usage.prompt_tokens_details?.cached_tokens ?? 0);
     const cache = usage.kv_cache;
     if (!cache) return;
-    this.part("peak").textContent = count(cache.peak_blocks);
-    this.part("final").textContent = count(cache.final_blocks);
-    this.part("freed").textContent = count(cache.blocks_freed);
+    this.part("peak").textContent = whole(cache.peak_blocks);
+    this.part("final").textContent = whole(cache.final_blocks);
+    this.part("freed").textContent = whole(cache.blocks_freed);
   }
 
   // What is known to be wrong, from the first wrong word on, is marked.
@@ -239,9 +238,9 @@ class Pane {
       this.answer.textContent = text;
     } else {
       const right = rightPrefix(text, known);
-      const off = Object.assign(document.createElement("span"), { className: "off", textContent: text.slice(right.length) });
+      const off = make("span", { className: "off", textContent: text.slice(right.length) });
       this.answer.replaceChildren(text.slice(0, right.length), ...(off.textContent ? [off] : []));
-      this.part("right").textContent = `${count(right.words)} of ${count(known.trim().split(/\s+/).length)}`;
+      this.part("right").textContent = `${whole(right.words)} of ${whole(known.trim().split(/\s+/).length)}`;
     }
     if (atEnd) this.answer.scrollTop = this.answer.scrollHeight;
   }

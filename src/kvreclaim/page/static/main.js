@@ -1,8 +1,10 @@
 // The page: one feed, and what is drawn from it.
 
 import { Chart, Rate } from "./charts.js";
+import { Chat } from "./chat.js";
 import { Colours } from "./colours.js";
 import { Compare } from "./compare.js";
+import { make, percent, whole } from "./dom.js";
 import { watch } from "./feed.js";
 import { Pool, STATES } from "./pool.js";
 import { Requests } from "./requests.js";
@@ -24,15 +26,15 @@ const LINKS = {
   live: "live", lost: "connection lost, trying again", draining: "the server is shutting down", stopped: "the engine has stopped",
 };
 const find = (selector) => document.querySelector(selector);
-const whole = (number) => Math.round(number).toLocaleString("en");
-const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
 
 const announce = (words) => { find("#answer-news").textContent = words; };
 const theme = new Theme(find("#theme"));
 const owners = new Colours(theme);
 const pool = new Pool(find("#pool"), find("#readout"), owners, theme);
 const requests = new Requests(document, owners, theme, (id) => pool.highlight(id));
-const compare = find("#compare") && new Compare(document, announce); // not where nothing can be sent
+// Not where nothing can be sent.
+const chat = find("#chat") && new Chat(document, announce);
+const compare = find("#compare") && new Compare(document, announce);
 const tiers = new Tiers(find("#tiers"));
 const sharing = new Sharing(find("#sharing"), owners, theme);
 const tile = (name) => find(`[data-chart="${name}"]`);
@@ -57,9 +59,7 @@ let peak = 0;
 let summary = "";
 
 function value(chart, main, small, note) {
-  const words = document.createElement("small");
-  words.textContent = small;
-  charts[chart].value.replaceChildren(main, words);
+  charts[chart].value.replaceChildren(main, make("small", { textContent: small }));
   charts[chart].note.textContent = note;
 }
 
@@ -119,6 +119,7 @@ watch({
     requests.show(frame);
     tiers.show(frame);
     sharing.show(frame);
+    chat?.watch(frame, owners);
     compare?.watch(frame, owners);
     document.documentElement.dataset.ready = "true";
   },
@@ -133,13 +134,17 @@ setInterval(() => {
   if (summary !== announced) find("#pool-news").textContent = announced = summary;
 }, SUMMARY_MS);
 
-const response = await fetch("/page/settings");
-if (response.ok) {
+try {
+  const response = await fetch("/page/settings");
+  if (!response.ok) throw new Error(`the server answered ${response.status}`);
   const settings = await response.json();
   find("#model").textContent = settings.models[0];
   find("#block-size").textContent = settings.block_size;
   find("#model").title = `${whole(settings.num_blocks)} blocks of ${settings.block_size} tokens, sequences of at most ${whole(settings.max_model_len)} tokens`;
+  chat?.offer(settings);
   compare?.offer(settings);
-} else {
-  announce(`The settings did not come: the server answered ${response.status}.`);
+} catch (error) {
+  const words = `The settings did not come (${error.message}); reload the page.`;
+  announce(words);
+  chat?.complain(words);
 }

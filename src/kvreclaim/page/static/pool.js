@@ -1,11 +1,12 @@
 // The block pool on a canvas: one cell per block, or several blocks per cell in a large pool.
 
+import { whole } from "./dom.js";
+
 export const FREE = 0, CACHED = 1, PINNED = 2, IN_USE = 3, SHARED = 4;
 export const STATES = ["free", "cached", "pinned", "in use", "shared"];
 const MAX_HEIGHT = 400; // CSS pixels
 const MIN_PITCH = 3, MAX_PITCH = 22;
 const FLASH_MS = 1400;
-const count = (number) => number.toLocaleString("en");
 
 export class Pool {
   #frame = null;
@@ -232,13 +233,13 @@ export class Pool {
     const owner = requests[cells.owner[cell] - 1]?.[0];
     if (group === 1) {
       const held = owner && cells.state[cell] === IN_USE ? ` by ${owner}` : "";
-      return `Block ${count(offset + cell)}: ${STATES[cells.state[cell]]}${held}.`;
+      return `Block ${whole(offset + cell)}: ${STATES[cells.state[cell]]}${held}.`;
     }
     const first = offset + cell * group, size = this.#size(cell);
     const amounts = cells.counts.map((plane) => plane[cell]);
     const free = size - amounts.reduce((sum, amount) => sum + amount, 0);
     const parts = [free, ...amounts].map((amount, state) => (amount ? `${amount} ${STATES[state]}` : ""));
     const mostly = owner && cells.state[cell] === IN_USE ? `, most of them by ${owner}` : "";
-    return `Blocks ${count(first)} to ${count(first + size - 1)}: ${parts.filter(Boolean).join(", ")}${mostly}.`;
+    return `Blocks ${whole(first)} to ${whole(first + size - 1)}: ${parts.filter(Boolean).join(", ")}${mostly}.`;
   }
 }

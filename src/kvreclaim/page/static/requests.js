@@ -1,16 +1,11 @@
 // The running requests and the latest compactions, as a table and a list.
 
+import { make, whole } from "./dom.js";
+
 const COLUMNS = ["number", "number", "number", "number wide", "number"]; // logical, physical, blocks, evicted, freed
 const MAX_ROWS = 60, MAX_PASSES = 5;
-const whole = new Intl.NumberFormat("en");
 
 export const shortId = (id) => (id.length > 14 ? `${id.slice(0, 12)}…` : id);
-
-function make(tag, properties = {}, ...children) {
-  const element = Object.assign(document.createElement(tag), properties);
-  element.append(...children);
-  return element;
-}
 
 export class Requests {
   #rows = new Map();
@@ -38,9 +33,9 @@ export class Requests {
     }
     for (const request of shown) this.#row(request[0]).fill(request);
     this.#paint();
-    const waiting = frame.num_waiting ? `, ${whole.format(frame.num_waiting)} waiting` : "";
+    const waiting = frame.num_waiting ? `, ${whole(frame.num_waiting)} waiting` : "";
     const hidden = frame.num_owners > shown.length ? `, the first ${shown.length} shown` : "";
-    const words = frame.num_owners ? `${whole.format(frame.num_owners)} running${waiting}${hidden}` : `none${waiting}`;
+    const words = frame.num_owners ? `${whole(frame.num_owners)} running${waiting}${hidden}` : `none${waiting}`;
     if (this.total.textContent !== words) this.total.textContent = words;
     this.empty.hidden = shown.length > 0;
   }
@@ -51,8 +46,8 @@ export class Requests {
       const swatch = make("span", { className: "swatch" });
       swatch.style.background = this.owners.of(id);
       const item = make("li", { title: id }, swatch, make("code", { textContent: shortId(id) }));
-      item.append(`${whole.format(before)} → ${whole.format(after)} blocks, ${whole.format(evicted)} tokens evicted`);
-      item.append(make("strong", { textContent: `${whole.format(freed)} freed` }));
+      item.append(`${whole(before)} → ${whole(after)} blocks, ${whole(evicted)} tokens evicted`);
+      item.append(make("strong", { textContent: `${whole(freed)} freed` }));
       this.passes.prepend(item);
     }
     while (this.passes.children.length > MAX_PASSES) this.passes.lastElementChild.remove();
@@ -96,7 +91,7 @@ class Row {
 
   fill([, logical, physical, ...others]) {
     [logical, physical, ...others].forEach((number, i) => {
-      const words = whole.format(number);
+      const words = whole(number);
       if (this.numbers[i].textContent !== words) this.numbers[i].textContent = words;
     });
     this.fillBar.style.width = `${logical ? (100 * physical) / logical : 0}%`;

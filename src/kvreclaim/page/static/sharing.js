@@ -1,10 +1,9 @@
 // Who shares what: blocks that several sequences hold, as a tree; below them what each has of its own.
 
+import { make, some } from "./dom.js";
 import { shortId } from "./requests.js";
 
 const LONGEST_PX = 180;
-const whole = new Intl.NumberFormat("en");
-const some = (count, one) => `${whole.format(count)} ${one}${count === 1 ? "" : "s"}`;
 
 export class Sharing {
   #drawn = "";
@@ -37,28 +36,16 @@ export class Sharing {
   }
 
   #row([level, blocks, sequences, holders], ids, longest) {
-    const row = document.createElement("li");
-    row.setAttribute("role", "treeitem");
-    row.setAttribute("aria-level", String(level + 1));
-    row.style.setProperty("--level", level);
-    row.classList.toggle("own", sequences === 1);
-    const bar = document.createElement("span");
-    bar.className = "length";
-    bar.setAttribute("aria-hidden", "true");
-    bar.style.width = `${Math.round((LONGEST_PX * blocks) / longest)}px`;
     const named = holders.filter((place) => place < ids.length).map((place) => ids[place]);
     const words = sequences === 1 ? `${some(blocks, "block")} of ${shortId(named[0] ?? "another request")} alone`
       : `${some(blocks, "block")} shared by ${some(sequences, "sequence")}`;
-    const dots = document.createElement("span");
-    dots.className = "holders";
-    for (const id of named) {
-      const dot = document.createElement("span");
-      dot.className = "swatch";
-      dot.title = id;
-      dot.style.background = this.owners.of(id);
-      dots.append(dot);
-    }
-    row.append(bar, words, dots);
+    const bar = make("span", { className: "length", ariaHidden: "true" });
+    bar.style.width = `${Math.round((LONGEST_PX * blocks) / longest)}px`;
+    const dots = named.map((id) => make("span", { className: "swatch", title: id }));
+    dots.forEach((dot, i) => { dot.style.background = this.owners.of(named[i]); });
+    const row = make("li", { role: "treeitem", ariaLevel: String(level + 1) }, bar, words, make("span", { className: "holders" }, ...dots));
+    row.style.setProperty("--level", level);
+    row.classList.toggle("own", sequences === 1);
     return row;
   }
 }

@@ -1,16 +1,10 @@
 // Device, host and disk: what their slots hold, what moves between them, and where hits lay.
 
 import { Rate } from "./charts.js";
+import { bytes, make, whole } from "./dom.js";
 
 const WINDOW_S = 2;
 const NAMES = { device: "device (the pool)", host: "host memory", disk: "disk" };
-const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
-const whole = (number) => Math.round(number).toLocaleString("en");
-
-function bytes(number) {
-  const power = number < 1 ? 0 : Math.min(UNITS.length - 1, Math.floor(Math.log2(number) / 10));
-  return `${(number / 1024 ** power).toFixed(power ? 1 : 0)} ${UNITS[power]}`;
-}
 
 class Row {
   #up = new Rate(WINDOW_S);
@@ -18,19 +12,9 @@ class Row {
 
   constructor(body, name) {
     const row = body.insertRow();
-    const head = document.createElement("th");
-    head.scope = "row";
-    head.textContent = NAMES[name];
-    row.append(head);
-    this.bar = document.createElement("div");
-    this.bar.className = "slots";
-    this.bar.setAttribute("aria-hidden", "true");
-    this.parts = ["in-use", "cached"].map((state) => {
-      const part = document.createElement("span");
-      part.className = state;
-      this.bar.append(part);
-      return part;
-    });
+    row.append(make("th", { scope: "row", textContent: NAMES[name] }));
+    this.parts = ["in-use", "cached"].map((className) => make("span", { className }));
+    this.bar = make("div", { className: "slots", ariaHidden: "true" }, ...this.parts);
     row.insertCell().append(this.bar);
     this.cells = Array.from({ length: 6 }, () => {
       const cell = row.insertCell();

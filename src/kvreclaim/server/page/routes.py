@@ -123,17 +123,21 @@ def install_page(app: FastAPI, service: Service) -> None:
 
 def _settings(service: Service, policies: list[str]) -> dict[str, Any]:
     """Settings that the page's form offers."""
-    served = service.engine.served
+    served, config = service.engine.served, service.config
+    own, block_bytes = served.compression, served.kv_bytes // served.num_blocks
     return {
-        "models": service.config.served_model_name,
+        "models": config.served_model_name,
         "num_blocks": served.num_blocks,
         "block_size": served.block_size,
+        "block_bytes": block_bytes,
+        "full_block_bytes": round(block_bytes * served.density),  # in the model's dtype
         "max_model_len": served.max_model_len,
         "policies": policies,
-        "chat": bool(
-            service.config.chat_template or getattr(service.engine.tokenizer, "chat_template", None)
-        ),
-        "default_policy": served.compression.policy if served.compression is not None else None,
+        "chat": bool(config.chat_template or getattr(service.engine.tokenizer, "chat_template", None)),
+        "default_policy": own and own.policy,
+        "default_budget": None if own is None or own.is_of_prompt else own.budget,
+        "default_words": own and own.budget_in_words,
+        "client_kv_compression": config.client_kv_compression,
     }
 
 
