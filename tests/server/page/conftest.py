@@ -46,18 +46,27 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
     """Opens the page of a server. At the end: no complaint in the console, no request to another host.
 
     options: of Browser.new_context; ready=False: do not wait for the first frame; before: gets the page
-    before it loads
+    before it loads; refused: the browser's own lines about answers that are errors are none
     """
     contexts, complaints, requests = [], [], []
 
     def opened(
-        server: Running, *, ready: bool = True, before: Callable[[Page], None] | None = None, **options: Any
+        server: Running,
+        *,
+        ready: bool = True,
+        before: Callable[[Page], None] | None = None,
+        refused: bool = False,
+        **options: Any,
     ) -> Page:
+        def note(text: str) -> None:
+            if not (refused and text.startswith("Failed to load resource")):
+                complaints.append(text)
+
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(TIMEOUT_MS)
-        page.on("console", lambda message: complaints.append(message.text))
+        page.on("console", lambda message: note(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: requests.append((request.url, server.base_url)))
         if before is not None:

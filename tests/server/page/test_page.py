@@ -188,7 +188,7 @@ def test_an_error_is_said_in_the_servers_words(page_server: Running, open_page: 
 def test_keyboard_alone(page_server: Running, open_page: OpenPage) -> None:
     page = open_page(page_server)
     page.keyboard.press("Tab")
-    expect(page.get_by_text("Skip to the prompt box")).to_be_focused()
+    expect(page.get_by_text("Skip to the chat")).to_be_focused()
     order = []
     for _ in range(40):
         page.keyboard.press("Tab")

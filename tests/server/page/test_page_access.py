@@ -75,7 +75,7 @@ def background(page: Page) -> str:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_stands_out(page_server: Running, open_page: OpenPage, scheme: str) -> None:
     page = open_page(page_server, color_scheme=scheme)
-    page.locator("summary").click()
+    page.locator("#pool ~ details summary").click()
     page.fill("#prompt", "sun")
     assert page.evaluate(CONTRAST) == []
 

@@ -9,11 +9,8 @@ import { Turn, inWords, isSend } from "./turn.js";
 
 const SAVE_MS = 1000;
 const NEAR_PX = 60; // so far from the end the text is followed
-const CUT = {
-  length: "The answer was cut off: the context or the pool is full.",
-  abort: "The answer was cut off: the server shut down.",
-};
-const SETTINGS = ["system", "temperature", "policy"];
+const CUT = { length: "the context or the pool is full", abort: "the server shut down" };
+const SETTINGS = ["system", "temperature", "max_tokens", "policy"];
 
 export class Chat {
   #settings = null; // of the server
@@ -29,10 +26,10 @@ export class Chat {
     this.part = part;
     this.list = part("turns");
     this.message = part("message");
-    this.fields = Object.fromEntries(SETTINGS.map((name) => [name, part(name)]));
+    this.fields = Object.fromEntries(SETTINGS.map((name) => [name, part(name.replace("_", "-"))]));
     this.budget = new Budget(part("budget"), part("budget-words"), part("budget-reset"), (value) => this.#set("budget", value));
     for (const [name, field] of Object.entries(this.fields)) {
-      field.addEventListener("change", () => this.#set(name, name === "temperature" ? Number(field.value) : field.value));
+      field.addEventListener("change", () => this.#set(name, field.type === "number" && field.value ? Number(field.value) : field.value));
       field.addEventListener("invalid", () => { field.closest("details").open = true; });
     }
     part("form").addEventListener("submit", (event) => {
@@ -216,11 +213,12 @@ export class Chat {
   }
 
   #body(parent) {
-    const { temperature } = this.#conversation;
+    const { temperature, max_tokens } = this.#conversation;
     return {
       model: this.#settings.models[0],
       messages: this.#conversation.request(parent),
       temperature,
+      ...(max_tokens && { max_tokens }),
       ...(temperature > 0 && { top_p: 0.9, top_k: 40 }), // as in `kvreclaim run`
       stream: true,
       stream_options: { include_usage: true, continuous_usage_stats: true },
@@ -235,7 +233,8 @@ export class Chat {
       began ??= now;
       message.text += part.text;
       message.reasoning += part.reasoning;
-      if (part.reason in CUT) message.note = CUT[part.reason];
+      const why = part.reason === "length" && body.max_tokens ? `max tokens is ${body.max_tokens}` : CUT[part.reason];
+      if (why) message.note = `The answer was cut off: ${why}.`;
       if (part.usage) this.#count(message, counted(part.usage, (now - began) / 1000));
       if (now - saved > SAVE_MS) {
         saved = now;

@@ -7,13 +7,13 @@ export class Conversation {
   // kept: what toJSON gave, or settings of the last conversation
   constructor(kept = {}) {
     const own = { id: `${Date.now().toString(36)}-${Math.random().toString(36).slice(2)}`, changed: Date.now() };
-    Object.assign(this, { ...own, system: "", temperature: 0.8, policy: "", budget: null, messages: [], leaf: null, ...kept });
+    Object.assign(this, { ...own, system: "", temperature: 0.8, max_tokens: "", policy: "", budget: null, messages: [], leaf: null, ...kept });
   }
 
   // Another one with the same settings.
   next() {
-    const { system, temperature, policy, budget } = this;
-    return new Conversation({ system, temperature, policy, budget });
+    const { system, temperature, max_tokens, policy, budget } = this;
+    return new Conversation({ system, temperature, max_tokens, policy, budget });
   }
 
   get title() {

@@ -131,10 +131,10 @@ class Gate:
             message = (
                 "the API key is missing or unknown; send it as `Authorization: Bearer KEY` or `x-api-key`."
             )
-            challenge = {"www-authenticate": 'Basic realm="kvreclaim", Bearer'}
+            challenge = {"www-authenticate": 'Basic realm="kvreclaim", Bearer realm="kvreclaim"'}
             raise ApiError(401, message, code="invalid_api_key", headers=challenge)
         if _is_operators(path) and not tenant.operator:
-            challenge = {"www-authenticate": 'Basic realm="kvreclaim operator", Bearer'}
+            challenge = {"www-authenticate": 'Basic realm="kvreclaim operator", Bearer realm="kvreclaim"'}
             raise ApiError(
                 401,
                 f"{path} concerns all tenants; send the operator key (--operator-key).",
