@@ -77,6 +77,11 @@ def test_text_stands_out(page_server: Running, open_page: OpenPage, scheme: str)
     page = open_page(page_server, color_scheme=scheme)
     page.locator("#pool ~ details summary").click()
     page.fill("#prompt", "sun")
+    page.locator("#chat summary").first.click()
+    page.fill("#chat-max-tokens", "3")
+    page.fill("#chat-message", "GO")
+    page.press("#chat-message", "Enter")
+    expect(page.locator("#chat .assistant .error").first).to_contain_text("cut off")
     assert page.evaluate(CONTRAST) == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,9 @@ def test_the_budget_frees_what_the_usage_says(page_server: Running, chat: Page) 
     slider, words = chat.locator("#chat-budget"), chat.locator("#chat-budget-words")
     expect(words).to_have_text("all, up to 8.0 MiB")
     send(chat, LONG)
-    expect(chat.locator("#chat .assistant .note")).to_contain_text("Nothing freed. 39 blocks, 1.2 MiB, hold 612 tokens: 100 %")
+    expect(chat.locator("#chat .assistant .note")).to_contain_text(
+        "Nothing freed. 39 blocks, 1.2 MiB, hold 612 tokens: 100 %"
+    )
     slider.focus()
     chat.keyboard.press("Home")
     expect(words).to_have_text("512.0 KiB: 256 tokens, 6.3 % of a full context")
@@ -148,7 +151,9 @@ def test_the_budget_frees_what_the_usage_says(page_server: Running, chat: Page) 
     cache = right["usage"]["kv_cache"]
     assert cache["blocks_freed"] > 20
     figures = chat.locator("#chat .assistant .note").first.inner_text()
-    assert f"Compression freed {cache['blocks_freed']} blocks, {cache['blocks_freed'] * 32:.1f} KiB." in figures
+    assert (
+        f"Compression freed {cache['blocks_freed']} blocks, {cache['blocks_freed'] * 32:.1f} KiB." in figures
+    )
     assert f"{cache['final_blocks']} blocks" in figures
     assert f"hold 612 tokens: {100 * cache['final_blocks'] / 39:.0f} % of the full cache" in figures
 
@@ -244,6 +249,33 @@ def test_after_a_failure_nothing_is_lost(page_server: Running, open_page: OpenPa
     ended(page)
     assert answers(page) == [text_of(page_server, [user("GO wind")])]
     expect(page.get_by_label("Earlier version")).to_have_count(1 if begun else 0)
+
+
+def test_reasoning_is_folded_and_goes_back(page_server: Running, open_page: OpenPage) -> None:
+    deltas = [{"reasoning_content": "GO "}, {"reasoning_content": "moon"}, {"content": "sun"}]
+    chunks = [f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta}]})}\n\n" for delta in deltas]
+    sent: list[dict[str, Any]] = []
+
+    def answer(route: Route) -> None:
+        sent.append(route.request.post_data_json)
+        route.fulfill(body="".join(chunks) + "data: [DONE]\n\n", **EVENTS)
+
+    page = open_page(page_server)
+    page.route("**/v1/chat/completions", answer)
+    send(page, "GO wind")
+    expect(page.locator("#chat .assistant details p")).to_be_hidden()
+    page.locator("#chat .assistant summary").click()
+    expect(page.locator("#chat .assistant details p")).to_have_text("GO moon")
+    assert answers(page) == ["sun"]
+    send(page, "sky")
+    answered = {**assistant("sun"), "reasoning_content": "GO moon"}
+    assert sent[1]["messages"] == [user("GO wind"), answered, user("sky")]
+    assert {key: sent[0][key] for key in ("temperature", "top_p", "top_k")} == {
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "top_k": 40,
+    }
+    assert "kv_compression" not in sent[0]
 
 
 def test_a_model_without_a_chat_template(open_page: OpenPage) -> None:

@@ -130,7 +130,10 @@ function table(lines, at) {
   const columns = cells(lines[at + 1]).map((mark) => (mark.endsWith(":") ? (mark.startsWith(":") ? "middle" : "number") : ""));
   let end = at + 2;
   while (end < lines.length && lines[end].includes("|")) end += 1;
-  const row = (tag, line) => make("tr", {}, ...columns.map((className, i) => make(tag, { className }, ...spans(cells(line)[i] ?? ""))));
+  const row = (tag, line) => {
+    const found = cells(line);
+    return make("tr", {}, ...columns.map((className, i) => make(tag, { className }, ...spans(found[i] ?? ""))));
+  };
   return {
     end,
     make: () => make("div", { className: "scroll", tabIndex: 0, role: "region", ariaLabel: "Table" },

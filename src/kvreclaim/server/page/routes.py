@@ -43,11 +43,8 @@ class EngineFeed(Feed):
         if self._service.draining.is_set():
             raise ApiError(503, "the server is shutting down.")
         if self.is_full:
-            raise ApiError(
-                429,
-                f"{MAX_VIEWERS} pages watch already; close one of them.",
-                headers={"retry-after": "5"},
-            )
+            words = f"{MAX_VIEWERS} pages watch already; close one of them."
+            raise ApiError(429, words, headers={"retry-after": "5"})
 
     async def _read(self) -> str:
         engine, draining = self._service.engine, self._service.draining
@@ -88,9 +85,8 @@ def install_page(app: FastAPI, service: Service) -> None:
     folder = files("kvreclaim.server.page")
     static = static_files(read_only=False)
     examples: dict[str, Any] = json.loads((folder / "examples.json").read_bytes())
-    app.state.page_feed = EngineFeed(
-        service
-    )  # FastAPI remembers routes for ever, so they must not hold the service
+    # FastAPI remembers routes for ever, so they must not hold the service.
+    app.state.page_feed = EngineFeed(service)
 
     @router.get("/")
     async def index(request: Request) -> Response:
