@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 .venv/bin/python scripts/page_screenshot.py [--vllm] [--theme dark] [--out FILE]
 
-Serves the demo model on a free port; with --vllm, the language model of `make real-model` in vLLM's
-environment (`make vllm-env`). Opens the page in the Chromium that is on the path.
+Serves the language model of `make real-model` on a free port; with --vllm in vLLM's environment (`make
+vllm-env`). Opens the page in the Chromium that is on the path; our own page shows a chat.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import Page, sync_playwright
 
-from kvreclaim import LLM, demo_model, real_model
+from kvreclaim import LLM, real_model
 from kvreclaim.bench.systems.server_process import NAME, VllmServer
 from kvreclaim.bench.vllm_plugin import link_model
 from kvreclaim.engine.serving.client import AsyncEngine
@@ -34,23 +33,22 @@ from kvreclaim.server.entry.run import Server
 from kvreclaim.server.http.listener import bind
 from kvreclaim.server.shared.service import Service
 
-MODEL = "kvreclaim-demo"
+MODEL = "SmolLM2-135M-Instruct"
 DOCS = Path(__file__).parents[1] / "docs"
-NUM_BLOCKS, NUM_CLIENTS = 1024, {False: 6, True: 7}
-SECONDS, HEIGHT = {False: 15, True: 40}, {False: 1500, True: 860}
+NUM_BLOCKS, NUM_CLIENTS = 1024, {False: 3, True: 7}
+SECONDS, HEIGHT = {False: 8, True: 40}, {False: 900, True: 860}
 """Before the picture, and of it; by whether vLLM serves."""
 COMPRESSED = {"policy": "query_mixture", "budget": 512, "recent": 64, "interval": 256}
-EXAMPLES = json.loads((files("kvreclaim.server.page") / "examples.json").read_bytes())["demo"]
+QUESTION = "Explain how a hash table works, with a list of its operations and an example in Python."
 WORDS = ("how", "many", "blocks", "stay", "and", "which", "tokens", "of", "its", "own", "heads", "go")
 Body = dict[str, Any]
 
 
 def our_body(rng: random.Random, client: int) -> Body:
-    """Some prompts share their beginning, and one client keeps its whole cache."""
-    words = EXAMPLES[client % len(EXAMPLES)]["prompt"].split()
+    """One client keeps its whole cache, one draws two answers to a prompt, one pins its prompt."""
     return {
         "model": MODEL,
-        "prompt": " ".join(words[: rng.randrange(400, 1200)]),
+        "prompt": " ".join(rng.choices(WORDS, k=rng.randrange(300, 900))),
         "max_tokens": rng.randrange(300, 1400),
         "temperature": 0.8,
         "ignore_eos": True,
@@ -72,14 +70,14 @@ def vllm_body(rng: random.Random, client: int) -> Body:
 
 
 @contextmanager
-def our_server(tiers: Path | None) -> Iterator[tuple[str, str]]:
-    """Serve the demo model. Returns: addresses of the server and of the page."""
+def our_server(model: Path, tiers: Path | None) -> Iterator[tuple[str, str]]:
+    """Serve the model. Returns: addresses of the server and of the page."""
     sizes = {"kv_offloading_size": 2**-4, "kv_offloading_disk_size": 2**-3}
     options = {} if tiers is None else {"kv_offloading_disk_path": str(tiers), **sizes}
     listener, started, box = bind("127.0.0.1", 0), threading.Event(), {}
 
     async def main() -> None:
-        llm = LLM(demo_model(), num_blocks=NUM_BLOCKS, **options)
+        llm = LLM(model, num_blocks=NUM_BLOCKS, **options)
         box["server"] = Server(Service(AsyncEngine(llm), ServerConfig(served_model_name=(MODEL,))))
         task = asyncio.ensure_future(box["server"].serve(sockets=[listener]))
         while not box["server"].started and not task.done():
@@ -153,15 +151,13 @@ def shoot(url: str, theme: str, out: Path, *, is_vllm: bool) -> None:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1280, "height": HEIGHT[is_vllm]}, color_scheme=theme)
         page.goto(url)
-        if not is_vllm:
-            page.click("#example")
-            wait_until(page, lambda: page.input_value("#prompt") != "")
         page.wait_for_timeout(SECONDS[is_vllm] * 1000)
         if not is_vllm:
-            page.click("#send")
-            tokens = page.locator("#compressed [data-tokens]")
-            wait_until(page, lambda: tokens.inner_text().isdigit() and int(tokens.inner_text()) > 120)
-            page.evaluate("document.activeElement.blur()")
+            page.press("#chat-budget", "Home")
+            page.fill("#chat-message", QUESTION)
+            page.press("#chat-message", "Enter")
+            figures = page.locator("#chat .assistant .note")
+            wait_until(page, lambda: "Compression freed" in figures.inner_text())
         seen = page.locator("#passes").inner_text()
         wait_until(page, lambda: page.locator("#passes").inner_text() != seen)
         page.screenshot(path=out)
@@ -175,12 +171,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tiers", type=Path, help="directory of a disk tier, under 64 MiB of host memory")
     parser.add_argument("--vllm-python", type=Path, default=Path(".vllm-env/bin/python"))
-    parser.add_argument("--model", type=Path, default=real_model(), help="what vLLM serves")
+    parser.add_argument("--model", type=Path, default=real_model(), help="what is served")
     given = parser.parse_args()
-    if given.vllm and given.model is None:
+    if given.model is None:
         parser.error("no language model is here; run `make real-model`, or pass --model")
     out = given.out or DOCS / ("vllm_page.png" if given.vllm else "page.png")
-    server = vllm_server(given.vllm_python, given.model) if given.vllm else our_server(given.tiers)
+    server = (
+        vllm_server(given.vllm_python, given.model) if given.vllm else our_server(given.model, given.tiers)
+    )
     body = vllm_body if given.vllm else our_body
     with server as (url, page), clients(url, NUM_CLIENTS[given.vllm], body):
         shoot(page, given.theme, out, is_vllm=given.vllm)

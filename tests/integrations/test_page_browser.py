@@ -2,29 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import threading
-from collections.abc import Iterator
 
-import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
-from toy_page import LIMIT_S, ToyPool, serving, shrunk
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    if CHROMIUM is None and os.environ.get("CI"):
-        pytest.fail("CI has no browser; .ci/run installs one")
-    if CHROMIUM is None:
-        pytest.skip("no chromium, chromium-browser or google-chrome: the page is not tested in a browser")
-    expect.set_options(timeout=1000 * LIMIT_S)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
+from chromium import browser as browser
+from playwright.sync_api import Browser, Page, expect
+from toy_page import ToyPool, serving, shrunk
 
 
 def opened(browser: Browser, url: str, complaints: list[str]) -> Page:

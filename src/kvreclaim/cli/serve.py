@@ -58,7 +58,7 @@ def serve(
     dtype: opt.DType = "auto",
     device: opt.Device = "auto",
 ) -> None:
-    """Serve a model to OpenAI and Anthropic clients, with a page at / to watch its blocks."""
+    """Serve a model to OpenAI and Anthropic clients, with a chat and a view of its blocks at /."""
     chosen: list[str] = []
     path = model_of(model, chosen.append)
     settings = _server_config(config, _name_of(path))

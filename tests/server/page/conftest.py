@@ -1,21 +1,19 @@
-"""The page in headless Chromium: the system's, so nothing is installed to run these."""
+"""The page in headless Chromium."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlparse
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from chromium import browser as browser
+from playwright.sync_api import Browser, Page
 from running import Running, running_server
 from web import LIMIT_S
 
 from kvreclaim import LLM, demo_model
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 TIMEOUT_MS = 1000 * LIMIT_S
 OpenPage = Callable[..., Page]
 
@@ -25,20 +23,6 @@ def page_server() -> Iterator[Running]:
     """Blocks that a test sees in use are its own."""
     with running_server(LLM(demo_model(), num_blocks=1024)) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """For one module: while Playwright runs, its event loop is this thread's, and asyncio.run is refused."""
-    if CHROMIUM is None and os.environ.get("CI"):
-        pytest.fail("CI has no browser; .ci/run installs one")
-    if CHROMIUM is None:
-        pytest.skip("no chromium, chromium-browser or google-chrome: the page is not tested in a browser")
-    expect.set_options(timeout=TIMEOUT_MS)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

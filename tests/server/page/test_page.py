@@ -1,4 +1,4 @@
-"""The page in headless Chromium: the system's, so nothing is installed to run these."""
+"""The page in headless Chromium."""
 
 from __future__ import annotations
 

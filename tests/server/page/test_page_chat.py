@@ -245,10 +245,18 @@ def test_after_a_failure_nothing_is_lost(page_server: Running, open_page: OpenPa
     page.reload()
     page.wait_for_selector("html[data-ready]")
     expect(page.locator("#chat .assistant .error")).to_have_text(words)
-    page.locator("#chat .assistant >> text=Retry").click()
+    send(page, "sun")
+    before = [user("GO wind"), assistant("sun"), user("sun")] if begun else [user("GO wind\n\nsun")]
+    assert answers(page) == [begun, text_of(page_server, before)]
+    page.locator("#chat .assistant >> nth=0 >> text=Retry").click()
     ended(page)
-    assert answers(page) == [text_of(page_server, [user("GO wind")])]
-    expect(page.get_by_label("Earlier version")).to_have_count(1 if begun else 0)
+    right = text_of(page_server, [user("GO wind")])
+    if begun:
+        assert answers(page) == [right]
+        page.get_by_label("Earlier version").click()
+        assert answers(page) == [begun, text_of(page_server, before)]
+    else:  # nothing began, so there is no earlier version
+        assert answers(page) == [right, text_of(page_server, before)]
 
 
 def test_reasoning_is_folded_and_goes_back(page_server: Running, open_page: OpenPage) -> None:

@@ -182,7 +182,7 @@ export class Chat {
   // Another version of an answer; one that never began is replaced.
   #retry(index) {
     const { text, reasoning, parent } = this.#conversation.messages[index];
-    this.#answer(parent, text || reasoning ? null : index);
+    if (this.#settings !== null) this.#answer(parent, text || reasoning ? null : index);
   }
 
   async #answer(parent, index = null) {
@@ -191,8 +191,8 @@ export class Chat {
     const message = conversation.messages[index];
     Object.assign(message, { note: "", figures: null });
     this.#drawAll();
-    this.#running = { index, turn: this.#turns.at(-1), abort: new AbortController(), id: null, drawn: false };
-    const { turn, abort } = this.#running;
+    const turn = this.#turns[conversation.path().indexOf(index)], abort = new AbortController();
+    this.#running = { index, turn, abort, id: null, drawn: false };
     turn.run(true);
     this.#follow(turn);
     this.#ready();
