@@ -163,7 +163,7 @@ def test_the_servers_own_budget_holds_until_another_is_chosen(open_page: OpenPag
     with running_server(llm, max_kv_budget=512) as server:
         page = greedy(open_page(server, refused=True))
         words = page.locator("#chat-budget-words")
-        expect(words).to_have_text("as the server: knorm, 256 tokens per KV head")
+        expect(words).to_have_text("512.0 KiB: as the server, knorm, 256 tokens per KV head")
         expect(page.locator("#chat-budget-reset")).to_be_hidden()
         send(page, LONG)
         freed = asked(server, [user(LONG)])["usage"]["kv_cache"]["blocks_freed"]
@@ -174,7 +174,7 @@ def test_the_servers_own_budget_holds_until_another_is_chosen(open_page: OpenPag
         error = page.locator("#chat .assistant .error").last
         expect(error).to_contain_text("this server keeps 512 at most; ask for 512 or less.")
         page.locator("#chat-budget-reset").click()
-        expect(words).to_have_text("as the server: knorm, 256 tokens per KV head")
+        expect(words).to_have_text("512.0 KiB: as the server, knorm, 256 tokens per KV head")
         page.locator("#chat .assistant >> nth=1 >> text=Retry").click()
         ended(page)
         expect(error).to_have_text("The answer was cut off: max tokens is 12.")

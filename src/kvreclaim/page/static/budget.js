@@ -58,14 +58,19 @@ export class Budget {
   }
 
   #serversOwn() {
-    const { default_policy: policy, default_words: words, client_kv_compression: mayChange } = this.#settings;
-    return `as the server: ${policy}, ${words}${mayChange ? "" : "; only the operator may change it"}`;
+    const { default_policy: policy, default_words: words, default_budget: tokens, client_kv_compression: mayChange } = this.#settings;
+    const held = tokens === null ? "" : `${bytes(this.#held(tokens))}: `;
+    return `${held}as the server, ${policy}, ${words}${mayChange ? "" : "; only the operator may change it"}`;
+  }
+
+  #held(tokens) {
+    return (tokens * this.#settings.block_bytes) / this.#settings.block_size;
   }
 
   #words(tokens) {
-    const { max_model_len: most, block_size: size, block_bytes: own, full_block_bytes: full } = this.#settings;
-    if (tokens === "full") return `all, up to ${bytes((most * own) / size)}`;
-    const held = (tokens * own) / size;
+    const { max_model_len: most, block_size: size, full_block_bytes: full } = this.#settings;
+    if (tokens === "full") return `all, up to ${bytes(this.#held(most))}`;
+    const held = this.#held(tokens);
     return `${bytes(held)}: ${whole(tokens)} tokens, ${percent(held / ((most * full) / size))} of a full context`;
   }
 }

@@ -203,6 +203,7 @@ export class Chat {
     } catch (error) {
       message.note = error.name === "AbortError" ? "Stopped." : sentence(error.message);
     }
+    if (document.activeElement === this.part("stop")) this.message.focus(); // it is about to be disabled
     this.#running = null;
     turn.run(false);
     this.#follow(turn);
