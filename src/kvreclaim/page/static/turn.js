@@ -30,9 +30,10 @@ export class Turn {
 
   #versionButtons([place, all]) {
     if (all < 2) return [];
-    const step = (textContent, by, title) =>
-      button(textContent, () => this.#actions.turn(by), { className: "quiet", title, ariaLabel: title, disabled: !(place + by in Array(all).fill(0)) });
-    return [step("‹", -1, "Earlier version"), make("span", { className: "note", textContent: `${place + 1} / ${all}` }), step("›", 1, "Later version")];
+    const step = (textContent, by, title, disabled) =>
+      button(textContent, () => this.#actions.turn(by), { className: "quiet", title, ariaLabel: title, disabled });
+    return [step("‹", -1, "Earlier version", place === 0), make("span", { className: "note", textContent: `${place + 1} / ${all}` }),
+      step("›", 1, "Later version", place === all - 1)];
   }
 
   // Draw what the message holds now.
