@@ -35,8 +35,8 @@ COMMANDS = {
     "demo": ("demo.demo", "Show what compression frees and costs."),
     "bench": ("bench.bench_app", "Benchmark kernels, decoding and serving."),
 }
-"""Module and function of each command, or its app with commands of its own, and its line in the help text, which
-imports no command."""
+"""Module and function of each command, or its app with commands of its own, and its line in the help text,
+which imports no command."""
 
 
 class CommandTable(Mapping[str, Any]):
