@@ -52,7 +52,7 @@ def rendered(template: str, **body: Any) -> tuple[list[int], list[int]]:
     """(token ids, positions of the breakpoints)"""
     tokenizer = tiny.tokenizer()
     engine = SimpleNamespace(name="tiny", tokenizer=tokenizer)
-    config = SimpleNamespace(chat_template=TEMPLATES[template])
+    config = SimpleNamespace(chat_template=TEMPLATES[template], system="")
     form = SimpleNamespace(writes_tools=False)
     service = SimpleNamespace(engine=engine, config=config, plain=PlainText(tokenizer), output_format=form)
     body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "hello"}], **body}

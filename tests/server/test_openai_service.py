@@ -70,8 +70,8 @@ def test_text_to_tokens_and_back(tiny_server: Running, tiny_oracle: LLM):
     assert answer["token_strs"] is None
     strings = post(tiny_server, "/tokenize", prompt=text, return_token_strs=True).json()["token_strs"]
     assert strings == tiny_oracle.tokenizer.convert_ids_to_tokens(ids)
-    assert post(tiny_server, "/detokenize", tokens=ids).json() == {"prompt": text}
-    assert post(tiny_server, "/detokenize", tokens=[]).json() == {"prompt": ""}
+    assert post(tiny_server, "/detokenize", tokens=ids).json() == {"prompt": text, "content": text}
+    assert post(tiny_server, "/detokenize", tokens=[]).json()["prompt"] == ""
 
 
 def test_a_long_text_is_tokenized_aside(tiny_server: Running, tiny_oracle: LLM):
