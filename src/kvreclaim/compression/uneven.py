@@ -79,11 +79,13 @@ def choose_uneven(
     questions: Sequence[HeadsQuestion],
     block_size: int,
     check: NanCheck = refuse_nan,
+    most_blocks: int | None = None,
 ) -> list[UnevenChoice]:
     """Return the slots that each head of several sequences keeps, budget tokens on average over a sequence's
     heads. budget must be a multiple of block_size. Sequences do not affect each other's result.
 
     check: handles NaN scores, as in select; if it returns, NaN is the lowest score
+    most_blocks: blocks that a head keeps at most, no fewer than its budget's; None: no limit
 
     Raises: InvalidArgumentError if the policy gives scores or counts of a wrong shape, NaN, or counts
         that are not `budget` on average.
@@ -91,7 +93,7 @@ def choose_uneven(
     assert compressor.budget % block_size == 0, f"{compressor.budget} tokens in blocks of {block_size}"
     firsts = [_first_free(compressor, question) for question in questions]
     scores = _scores(compressor, questions, firsts)
-    return select_heads(compressor, questions, firsts, scores, block_size, check)
+    return select_heads(compressor, questions, firsts, scores, block_size, check, most_blocks)
 
 
 def select_heads(
@@ -101,6 +103,7 @@ def select_heads(
     scores: Tensor,
     block_size: int,
     check: NanCheck,
+    most_blocks: int | None,
 ) -> list[UnevenChoice]:
     """Select the tokens of each head from their scores. The host waits once for the policy's counts, and once
     for the kept prompt tokens, of all sequences together.
@@ -114,7 +117,9 @@ def select_heads(
     selections = [_Selection(compressor, *each) for each in zip(questions, firsts, heads, strict=True)]
     is_nan, *counts = fetch([scores.isnan().any(), *(each.counts for each in selections)])
     check(torch.from_numpy(is_nan).bool())
-    keep = [each.rounded(found, block_size) for each, found in zip(selections, counts, strict=True)]
+    keep = [
+        each.rounded(found, block_size, most_blocks) for each, found in zip(selections, counts, strict=True)
+    ]
     if compressor.policy.reranks:
         ranks = torch.cat([each.ranks(own) for each, own in zip(selections, keep, strict=True)])
         check(ranks.isnan().any())
@@ -152,7 +157,7 @@ class _Selection:
         if tuple(self.counts.shape) != tokens.shape:
             raise InvalidArgumentError(_wrong_counts(policy, self.counts.shape, tokens.shape))
 
-    def rounded(self, counts: np.ndarray, block_size: int) -> np.ndarray:
+    def rounded(self, counts: np.ndarray, block_size: int, most_blocks: int | None) -> np.ndarray:
         """Round the policy's counts [L, K] float64 to whole blocks. Raises: InvalidArgumentError."""
         compressor, tokens = self.compressor, self.question.tokens
         policy, budget = compressor.policy, compressor.budget
@@ -165,7 +170,8 @@ class _Selection:
                 f"they must be {budget} on average and no more than a head has."
             )
         total = tokens.size * budget // block_size
-        return round_to_blocks(counts, block_size, self.protected, tokens // block_size, total) * block_size
+        room = np.minimum(tokens // block_size, tokens.max() if most_blocks is None else most_blocks)
+        return round_to_blocks(counts, block_size, self.protected, room, total) * block_size
 
     def ranks(self, keep: np.ndarray) -> Tensor:
         """Return reranked scores for selection within heads, as HeadRows.flat. keep: [L, K]"""

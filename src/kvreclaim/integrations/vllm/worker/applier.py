@@ -184,7 +184,8 @@ class Applier:
             check = refuse_nan if len(members) > 1 else partial(self.clock.watch, members[0].seq_id)
             for some in self._batches(members):
                 questions = [self._uneven_question(uneven, one, compressor) for one in some]
-                found += choose_uneven(compressor, questions, uneven.grid.block_size, check)
+                size, most = uneven.grid.block_size, uneven.heads.most_blocks
+                found += choose_uneven(compressor, questions, size, check, most)
             return found
 
         found = choose_together([self.compressor(message.settings[one.seq_id]) for one in passes], choose)
