@@ -208,13 +208,14 @@ class HeadTables:
         self.taken = announced is not None or self._capturing
         if not self.taken:
             return None
-        device, tokens = self.grid.device, None
+        device = self.grid.device
+        tokens: Tensor | None = None
         if announced is not None and announced.places is not None:
             assert host_starts is not None, "a split step comes with its starts on the host"
-            starts, places = host_starts.numpy(), announced.places
-            own = np.concatenate([[0], np.diff(starts)[places].cumsum()]).astype(np.int32)
+            host, places = host_starts.numpy(), announced.places
+            own = np.concatenate([[0], np.diff(host)[places].cumsum()]).astype(np.int32)
             at = to_device(places, device)
-            tokens = to_device(np.concatenate([np.arange(*starts[i : i + 2]) for i in places]), device)
+            tokens = to_device(np.concatenate([np.arange(*host[i : i + 2]) for i in places]), device)
             block_table, seq_lens = block_table[at], seq_lens[at]
             query_starts, num_tokens = to_device(own, device), len(tokens)
         count = seq_lens.shape[0]

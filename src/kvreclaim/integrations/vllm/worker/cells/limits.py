@@ -10,7 +10,7 @@ from kvreclaim.integrations.vllm.worker.cells.heads import MAX_ENTRIES
 from kvreclaim.memory.blocks import blocks_for
 
 WIDEST = 8
-"""Most tokens that a pass leaves one head, in budgets. Most heads keep less than one budget, a few several."""
+"""Most tokens that a pass leaves one head, in budgets. Most heads keep less than one, a few several."""
 MOST_SHARE = 0.25
 """Most of the memory of the pool that tables of cells may take."""
 
