@@ -1,5 +1,5 @@
-"""CUDA graphs on a CPU: what PyTorch did in a captured region is done again, at the same addresses and with the
-same numbers from the host. vLLM's own wrapper and dispatcher of graphs capture and replay them."""
+"""CUDA graphs on a CPU: what PyTorch did in a captured region is done again, at the same addresses and with
+the same numbers from the host. vLLM's own wrapper and dispatcher of graphs capture and replay them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ class Recording(TorchDispatchMode):
 
 def _again(func: Any, args: Any, kwargs: Any, found: Any) -> None:
     for old, new in zip(tree_leaves(found), tree_leaves(func(*args, **kwargs)), strict=True):
-        if isinstance(old, torch.Tensor) and old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
+        if (
+            isinstance(old, torch.Tensor)
+            and old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr()
+        ):
             old.copy_(new)
 
 
