@@ -9,15 +9,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from launches import counted
+from test_applier import output
 from test_head_cells import POOL, SETTINGS, Request, Walk, make_layers
 from toy_caches import D, K, L, S
 
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.integrations.vllm.scheduler.passes import StepMessage
 from kvreclaim.integrations.vllm.worker.cells.grid import find_grid
 from kvreclaim.integrations.vllm.worker.cells.heads import HeadTables, StepCells, StepKind
 from kvreclaim.integrations.vllm.worker.cells.limits import TableLimits, refuse_wide_tables, table_bytes
+from kvreclaim.integrations.vllm.worker.clocks import HostClock
 from kvreclaim.integrations.vllm.worker.layouts import CacheViews
 from kvreclaim.ops.cell_tables import CellTable
+from kvreclaim.schedule import EvictionMethod
 
 G = 2
 
@@ -190,6 +195,36 @@ def test_a_pass_leaves_a_head_no_more_than_tables_hold() -> None:
         widest[limit] = int(walk.heads.held["a"].counts.max())
         assert walk.heads.held["a"].counts.sum() == L * K * 2
     assert widest[None] > 3 == widest[3 * S]
+
+
+class Deferred(HostClock):
+    """Reads no flag, as a GPU's clock in a step."""
+
+    def watch(self, request_ids: Sequence[str], flags: torch.Tensor) -> None:
+        assert flags.shape == (len(request_ids),)
+
+
+@pytest.mark.parametrize(("policy", "waits"), [("shares(knorm)", 1), ("ada_kv(lagkv)", 1), ("knorm", 0)])
+@pytest.mark.parametrize("protect_prompt", [False, True])
+def test_the_passes_of_a_step_wait_for_the_device_once(policy: str, waits: int, protect_prompt: bool) -> None:
+    """First and later passes of three requests of different lengths; with equal heads not even once."""
+    walk = Walk(make_layers("plain", False), replace(SETTINGS, policy=policy, protect_prompt=protect_prompt))
+    walk.applier.trace, walk.applier.clock = None, Deferred()
+    requests = [Request(name) for name in "abc"]
+    for grown in ((3 * S, 3 * S + 2, 3 * S + 5), (S, S, S)):
+        for request, count in zip(requests, grown, strict=True):
+            walk.grow(request, count)
+        passes = [replace(walk.plan(each, random.Random(0)), prompt_slots=S) for each in requests]
+        if not waits:
+            passes = [replace(one, eviction_method=EvictionMethod.COMPACT) for one in passes]
+        step = output(*passes)
+        step.kvreclaim = StepMessage(tuple(passes), {one.seq_id: walk.settings for one in passes})
+        with counted() as found:
+            walk.applier.begin(step)
+        assert found.waits.total() == waits, found.waits
+        for request, one in zip(requests, passes, strict=True):
+            walk.free += [block for block in request.blocks if block not in one.target_ids]
+            request.blocks, request.length, request.passed = list(one.target_ids), one.keep, True
 
 
 def test_the_size_of_tables() -> None:

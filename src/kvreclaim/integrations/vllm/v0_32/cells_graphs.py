@@ -1,7 +1,7 @@
 """CUDA graphs of steps over cells, next to vLLM 0.32's own, which steps without compressed requests replay.
 
 A second full graph of each batch size is captured over made-up requests with cells. Pieces between attention
-layers (PIECEWISE) are the same for both. A split step reads lengths on the host: it runs in pieces or eagerly.
+layers (PIECEWISE) are the same for both. Split steps read lengths on the host: they run in pieces, or eager.
 """
 
 from __future__ import annotations
