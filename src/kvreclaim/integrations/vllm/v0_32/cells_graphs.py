@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from vllm.config.compilation import CUDAGraphMode
@@ -56,23 +57,20 @@ class CellsGraphs:
         finally:
             own.graphs, own._capture_descs = plain, every
 
-    def dispatch(
-        self, num_reqs: int, num_tokens: int, uniform_token_count: int | None, *args: Any, **kwargs: Any
-    ) -> Any:
+    @cached_property
+    def _in_pieces(self) -> dict[Any, list[Any]]:
+        every: dict[Any, list[Any]] = self._candidates  # type: ignore[attr-defined]
+        return {
+            key: [one for one in some if one.cg_mode != CUDAGraphMode.FULL] for key, some in every.items()
+        }
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         """Return the descriptor of a step; a split one is never in a full graph."""
-        if self.reclaim.kind is not StepKind.SPLIT:
-            return super().dispatch(num_reqs, num_tokens, uniform_token_count, *args, **kwargs)  # type: ignore[misc]
         own: Any = self
-        every, own._candidates = (
-            own._candidates,
-            {
-                key: [desc for desc in some if desc.cg_mode != CUDAGraphMode.FULL]
-                for key, some in own._candidates.items()
-                if key[0] == num_tokens
-            },
-        )
+        every = own._candidates
+        own._candidates = self._in_pieces if self.reclaim.kind is StepKind.SPLIT else every
         try:
-            return super().dispatch(num_reqs, num_tokens, uniform_token_count, *args, **kwargs)  # type: ignore[misc]
+            return super().dispatch(*args, **kwargs)  # type: ignore[misc]
         finally:
             own._candidates = every
 

@@ -171,20 +171,15 @@ class HeadTables:
         self._next = None
         if not self.rows:
             return
-        rows = [self.rows.get(request_id, NOBODY) for request_id in request_ids]
-        if not any(rows):
+        rows = np.array([self.rows.get(request_id, NOBODY) for request_id in request_ids], dtype=np.int64)
+        if not rows.any():
             return
-        ahead, limit = max(self._ahead[row] for row in rows), self.fixed
-        places = None
-        if limit is not None and max(lengths) + ahead > limit:
-            longest = [length + self._ahead[row] for row, length in zip(rows, lengths, strict=True)]
-            fits = [i for i, length in enumerate(longest) if length <= limit]
-            over = [n for n, row in zip(longest, rows, strict=True) if row != NOBODY and n > limit]
-            assert not over, f"heads of {over} tokens in tables for {limit}"
-            places = np.array(fits) if len(fits) < len(rows) else None
-            rows = [rows[i] for i in fits]
-        table_rows = to_device(torch.tensor(rows, dtype=torch.int64), self.grid.device)
-        self._next = Announced(table_rows, ahead, places)
+        ahead = np.array([self._ahead[row] for row in rows])
+        longest = ahead + lengths
+        fits = longest <= (longest.max() if self.fixed is None else self.fixed)
+        assert not rows[~fits].any(), f"heads of {longest.max()} tokens in tables for {self.fixed}"
+        places = None if fits.all() else np.flatnonzero(fits)
+        self._next = Announced(to_device(rows[fits], self.grid.device), int(ahead.max()), places)
 
     def take(
         self,
