@@ -22,7 +22,7 @@ from kvreclaim.integrations.vllm.entry import worker_hooks
 from kvreclaim.integrations.vllm.v0_32 import cells_side
 from kvreclaim.integrations.vllm.v0_32.cells_graphs import CellsGraphs, add_graphs
 from kvreclaim.integrations.vllm.worker.cells import limits
-from kvreclaim.integrations.vllm.worker.cells.heads import StepKind
+from kvreclaim.integrations.vllm.worker.cells.heads import MAX_ENTRIES, StepKind
 
 SIZES = [1, 2, 4, 64, 256]
 PLAIN, CELLS = "BatchDescriptor", "CellsDescriptor"
@@ -51,10 +51,15 @@ def engine(tiny_model: Path, tiny_stats: Path) -> Iterator[Engine]:
     made.close()
 
 
-@pytest.mark.parametrize("mode", list(CUDAGraphMode), ids=lambda mode: mode.name)
-def test_every_step_in_every_mode(engine: Engine, tiny_model: Path, mode: CUDAGraphMode) -> None:
+def test_tables_take_what_is_reserved(engine: Engine) -> None:
     tables = engine.runner.reclaim.uneven.heads
     assert tables.fixed == 2 * 128 + 63 + 256
+    fixed = tables._table.nbytes + tables._tables.nbytes
+    assert 0 < fixed <= worker_hooks._tables(engine.worker) - 24 * MAX_ENTRIES
+
+
+@pytest.mark.parametrize("mode", list(CUDAGraphMode), ids=lambda mode: mode.name)
+def test_every_step_in_every_mode(engine: Engine, tiny_model: Path, mode: CUDAGraphMode) -> None:
     with graphs(engine, mode, SIZES) as seen:
         [prompt] = random_prompts((70,), seed=8)
         [answer] = engine.generate([prompt], 20)
