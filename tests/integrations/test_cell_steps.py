@@ -174,6 +174,22 @@ def test_longer_requests_read_their_own_table() -> None:
     assert torch.equal(rows, alone.rows_of(queries))
 
 
+@pytest.mark.parametrize("longest", [4 * S, 6 * S + 1], ids=["cells", "split"])
+def test_tables_of_a_step_are_made_without_a_wait(longest: int) -> None:
+    heads = make_heads(fixed=6 * S)
+    heads.put("a", a_pass(heads, [[1, 3], [2, 2]], 2))
+    blocks, starts = torch.zeros(3, 8, dtype=torch.int32), torch.tensor([0, 3, 4, 6]).int()
+    lengths = torch.tensor([longest, 2 * S + 1, 4 * S]).int()
+    host_starts, host_lengths = starts.clone(), lengths.numpy()
+    with counted() as found:
+        heads.announce(["x", "a", "y"], host_lengths)
+        step = heads.take(blocks, lengths, starts, 6, 3, longest, torch.from_numpy(host_starts.numpy()))
+    assert step is not None
+    assert (step.tokens is None) is (longest < 6 * S)
+    assert found.total > 10
+    assert found.waits.total() == 0, found.waits
+
+
 def test_a_pass_leaves_a_head_no_more_than_tables_hold() -> None:
     """Heads of very unequal keys, with and without a limit of three blocks."""
     widest = {}
