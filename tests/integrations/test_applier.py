@@ -113,9 +113,7 @@ def test_the_policy_is_told_what_the_scheduler_knows(monkeypatch: pytest.MonkeyP
 
     class Recorder(Compressor):
         def choose_all(self, questions: Sequence[PassQuestion], **more: Any) -> list[Tensor]:
-            told.extend(
-                (q.num_tokens, q.num_prompt_slots, q.logical_len, q.first, more["keep"]) for q in questions
-            )
+            told.extend((q.num_tokens, q.num_prompt_slots, q.logical_len, q.first, q.keep) for q in questions)
             return super().choose_all(questions, **more)
 
     recorder = Recorder(SETTINGS, make_facts())

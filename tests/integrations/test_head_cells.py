@@ -6,7 +6,6 @@ import random
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from test_applier import FakeRows, make_facts, output
@@ -19,11 +18,10 @@ from kvreclaim.integrations.vllm.scheduler.passes import StepMessage
 from kvreclaim.integrations.vllm.settings.options import Options
 from kvreclaim.integrations.vllm.worker.applier import Applier
 from kvreclaim.integrations.vllm.worker.cells.grid import find_grid
-from kvreclaim.integrations.vllm.worker.cells.heads import HeadTables, StepCells
+from kvreclaim.integrations.vllm.worker.cells.heads import HeadTables
 from kvreclaim.integrations.vllm.worker.cells.positions import PassTrace, Positions
 from kvreclaim.integrations.vllm.worker.layer_cache import VllmLayerCache
 from kvreclaim.integrations.vllm.worker.layouts import CacheViews
-from kvreclaim.ops.cell_tables import CellTable
 from kvreclaim.schedule import EvictionMethod, Pass
 
 POOL = 24
@@ -56,11 +54,13 @@ class Request:
 
 
 class Walk:
-    def __init__(self, layers: list[VllmLayerCache], settings: CompressionConfig = SETTINGS) -> None:
+    def __init__(
+        self, layers: list[VllmLayerCache], settings: CompressionConfig = SETTINGS, *limits: int
+    ) -> None:
         self.layers = layers
         self.views = CacheViews(layers, POOL)
         self.grid = find_grid(self.views)
-        self.heads = HeadTables(self.grid, 8, 64)
+        self.heads = HeadTables(self.grid, 8, 64, *limits)
         self.settings = settings.in_blocks(S)
         self.applier = self.make_applier()
         self.applier.trace = self.trace = PassTrace(Positions((L, K), torch.device("cpu")))
@@ -150,7 +150,7 @@ class Walk:
 
     def check(self, order: list[Request]) -> None:
         """Every head of every request, through the tables of a step with one query each."""
-        self.heads.announce([request.name for request in order])
+        self.heads.announce([request.name for request in order], [request.length for request in order])
         width = max(len(request.blocks) for request in order)
         table = torch.zeros(len(order), width, dtype=torch.int32)
         for row, request in enumerate(order):
@@ -196,120 +196,6 @@ def test_a_walk_against_lists(make: str, alternating: bool, policy: str, change:
         walk.end(request)
     assert not walk.heads.rows
     assert not walk.heads.held
-
-
-def make_heads(fixed: int | None = None) -> HeadTables:
-    return HeadTables(find_grid(CacheViews(make_layers("plain", False), POOL)), 4, 32, fixed)
-
-
-def a_pass(heads: HeadTables, counts: list[list[int]], num_blocks: int) -> CellTable:
-    """Cells 0, 1, ... of some heads."""
-    wanted = np.array(counts)
-    table = np.zeros((L, K, wanted.max()), dtype=np.int32)
-    cells = iter(range(wanted.sum()))
-    for at in np.ndindex(wanted.shape):
-        table[at][: wanted[at]] = [next(cells) for _ in range(wanted[at])]
-    return CellTable(table, wanted, num_blocks, np.zeros((L, K), dtype=np.int64))
-
-
-def test_queries_are_dealt_to_rows_and_back() -> None:
-    """Chunks and single tokens beside each other; what pads a step stays where it is."""
-    heads, group = make_heads(), 2
-    heads.put("a", a_pass(heads, [[1, 3], [2, 2]], 2))
-    heads.announce(["b", "a", "c"])
-    query_lens, padding = (3, 1, 4), 2
-    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
-    num_tokens = sum(query_lens) + padding
-    step = heads.take(
-        torch.ones(3, 4, dtype=torch.int32), torch.tensor([3, 17, 9]).int(), starts, num_tokens, 4, 17
-    )
-    queries = torch.randn(num_tokens, K * group, D)
-    rows = step.rows_of(queries)
-    assert step.starts.tolist() == [0, 3, 6, 7, 8, 12, 16]
-    expected = [
-        queries[starts[n] : starts[n + 1], h * group : (h + 1) * group] for n in range(3) for h in range(K)
-    ]
-    assert torch.equal(rows[: K * sum(query_lens)], torch.cat(expected))
-    answers = torch.zeros(num_tokens, K * group * D)
-    step.put_back(rows, answers)
-    assert torch.equal(answers.view_as(queries), queries)
-
-
-def test_buffers_of_graphs_never_move() -> None:
-    heads = make_heads(fixed=6 * S)
-    seen = set()
-    for number, names in enumerate([["x"], ["a", "x"], ["x", "a", "y"], ["y", "x", "a", "z"]]):
-        if number:
-            heads.put("a", a_pass(heads, [[1, 2 + number], [1, 1]], 2))
-        heads.announce(names)
-        count = len(names)
-        step = heads.take(
-            torch.ones(count, 5, dtype=torch.int32),
-            torch.full((count,), 3 * S).int(),
-            torch.arange(count + 1).int() * 2,
-            2 * count,
-            2,
-            3 * S,
-        )
-        assert step is not None, "a graph attends over cells whoever is in the step"
-        seen.add(tuple(x.data_ptr() for x in (step.tables, step.lengths, step.starts, step.order)))
-        assert step.max_seq_len == 6 * S
-    assert len(seen) == 1
-
-
-def test_graphs_of_mixed_steps_read_the_order_of_every_later_step() -> None:
-    """A graph holds the addresses of its capture: 8 rows, 8 tokens, queries of up to 8 tokens. Whatever steps
-    are replayed in it, with fewer rows and tokens too, every token's queries and answers stay its own."""
-    heads, group, most = HeadTables(make_heads().grid, 8, 16, 6 * S), 2, 8
-    heads.put("a", a_pass(heads, [[1, 3], [2, 2]], 2))
-
-    def take(query_lens: list[int], *names: str) -> StepCells:
-        heads.announce(names)
-        count = len(query_lens)
-        starts = torch.tensor([0, *query_lens]).cumsum(0).int()
-        blocks = torch.arange(count * 5, dtype=torch.int32).view(count, 5)
-        lens = torch.full((count,), 3 * S).int()
-        step = heads.take(blocks, lens, starts, sum(query_lens), max(query_lens), 3 * S)
-        assert step is not None, "a graph attends over cells whoever is in the step"
-        return step
-
-    # vLLM captures a mixed graph with one token per row, and its number of tokens as the longest query.
-    graph = replace(take([1] * most), max_query_len=most, order=take([most]).order)
-    steps = {"decode": [1] * most, "mixed": [7, 1], "fewer rows": [3, 2, 3], "fewer tokens": [1, 2]}
-    for name, query_lens in [*steps.items(), *reversed(steps.items())]:
-        step, num_tokens = take(query_lens, *"axyzbcde"[: len(query_lens)]), sum(query_lens)
-        queries = torch.randn(most, K * group, D)
-        rows, num_rows = graph.rows_of(queries), len(query_lens) * K
-        assert torch.equal(rows[: num_tokens * K], step.rows_of(queries[:num_tokens])), name
-        assert graph.starts[: num_rows + 1].tolist() == step.starts.tolist(), name
-        assert graph.starts[num_rows:].eq(num_tokens * K).all(), name
-        assert torch.equal(graph.lengths[:, :num_rows], step.lengths), name
-        assert not graph.lengths[:, num_rows:].any(), name
-        answers = torch.zeros(most, K * group * D)
-        graph.put_back(rows, answers)
-        assert torch.equal(answers.view_as(queries), queries), name
-
-
-def test_who_was_announced_is_in_one_step_alone() -> None:
-    """A dummy step after a real one has no cells."""
-    heads = make_heads()
-    heads.put("a", a_pass(heads, [[1, 3], [2, 2]], 2))
-    given = (
-        torch.ones(1, 4, dtype=torch.int32),
-        torch.tensor([17]).int(),
-        torch.tensor([0, 1]).int(),
-        1,
-        1,
-        17,
-    )
-    heads.announce(["a"])
-    assert heads.take(*given) is not None
-    assert heads.take(*given) is None
-    heads.announce(["b"])
-    assert heads.take(*given) is None
-    heads.forget(["a", "unknown"])
-    heads.announce(["a"])
-    assert heads.take(*given) is None
 
 
 def test_without_cells_heads_keep_equally_many() -> None:

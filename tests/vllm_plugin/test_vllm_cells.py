@@ -28,6 +28,7 @@ from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.integrations.vllm.refusals.loaded import BACKENDS
 from kvreclaim.integrations.vllm.refusals.predicates import CACHE_DTYPES
 from kvreclaim.integrations.vllm.v0_32 import attention, cells_side
+from kvreclaim.integrations.vllm.worker.cells import self_test
 from kvreclaim.integrations.vllm.worker.cells.grid import CellGrid, find_grid
 from kvreclaim.integrations.vllm.worker.cells.heads import StepCells
 from kvreclaim.integrations.vllm.worker.cells.self_test import prove_cells
@@ -98,6 +99,31 @@ def test_triton_in_every_layout(layout: KVCacheLayout) -> None:
     assert grid.natural(torch.arange(B).numpy()).size == len(set(grid.natural(torch.arange(B).numpy()).flat))
 
 
+def test_triton_splits_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of one query per row, in the buffers that vLLM has made for its own kernels."""
+    monkeypatch.setattr(self_test, "QUERIES", (1, 1, 1))
+    parts = 16
+    metadata = SimpleNamespace(
+        seq_threshold_3D=2,
+        num_par_softmax_segments=parts,
+        softmax_segm_output=torch.full((2, K * G, parts, D), torch.nan),
+        softmax_segm_max=torch.full((2, K * G, parts), torch.nan),
+        softmax_segm_expsum=torch.full((2, K * G, parts), torch.nan),
+    )
+
+    def make(grid: CellGrid, index: int) -> Any:
+        def attend(impl: Any, layer: Any, rows: Tensor, answers: Tensor, step: StepCells) -> None:
+            CellsTritonImpl.attend_cells(impl, layer, rows, answers, step, metadata)
+
+        from kvreclaim.integrations.vllm.v0_32.cells_triton import CellsTritonImpl
+
+        return SimpleNamespace(**{**vars(triton_impl(grid, index)), "attend": attend})
+
+    prove(gpu_views(KVCacheLayout.LBNHC, torch.float32), make, layer=scaled_layer())
+    used = metadata.softmax_segm_max.view(2 * K, G, parts).isfinite().any(-1).any(-1)
+    assert used.tolist() == [True] * 3 + [False] * (2 * K - 3)
+
+
 def test_triton_in_blocks_of_the_kernel() -> None:
     views = gpu_views(KVCacheLayout.LBNHC, torch.float32, kernel=16)
     assert prove(views, triton_impl, layer=scaled_layer()).block_size == 16
@@ -118,6 +144,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, out: Tensor, **call: Any) -> None:
     assert set(call) == {
         *("cu_seqlens_q", "max_seqlen_q", "seqused_k", "max_seqlen_k", "softmax_scale", "causal"),
         *("window_size", "block_table", "softcap", "fa_version", "q_descale", "k_descale", "v_descale"),
+        "num_splits",
     }
     assert call["causal"] is True
     assert call["window_size"] == [-1, -1]
@@ -147,6 +174,28 @@ def flash_impl(grid: CellGrid, index: int) -> Any:
         vllm_flash_attn_version=3,
         supports_quant_query_input=False,
     )
+
+
+@pytest.mark.parametrize(
+    ("rows", "bound", "expected"), [(992, 32, 32), (993, 32, 1), (993, 0, 0), (8, None, 0)]
+)
+def test_flash_attention_splits_keys(
+    rows: int, bound: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By vLLM's bound in a graph, and by the kernel's own choice elsewhere; many rows fill a GPU unsplit."""
+    from vllm.v1.attention.backends import flash_attn
+
+    calls = list[int]()
+    grid = find_grid(gpu_views(KVCacheLayout.LBNHC))
+    lengths, starts = torch.ones(L, rows, dtype=torch.int32), torch.arange(rows + 1).int()
+    step = StepCells(torch.zeros(L, rows, 1, dtype=torch.int32), lengths, starts, None, K, 1, 16)
+    monkeypatch.setattr(
+        flash_attn, "flash_attn_varlen_func", lambda **call: calls.append(call["num_splits"]), raising=False
+    )
+    impl, queries = flash_impl(grid, 0), torch.zeros(rows, G, D)
+    metadata = None if bound is None else SimpleNamespace(max_num_splits=bound)
+    impl.attend(impl, scaled_layer(), queries, queries, step, metadata)
+    assert calls == [expected]
 
 
 @LAYOUTS

@@ -27,7 +27,15 @@ from kvreclaim.compression.refusals import (
     check_policy,
     layer_stats,
 )
-from kvreclaim.compression.select import ALWAYS, FREE, PROMPT, lowest_blocks, refuse_nan, select_each
+from kvreclaim.compression.select import (
+    ALWAYS,
+    FREE,
+    PROMPT,
+    NanCheck,
+    lowest_blocks,
+    refuse_nan,
+    select_each,
+)
 from kvreclaim.compression.stats import LayerStats, QueryStats
 from kvreclaim.compression.stats_digest import stats_digest
 from kvreclaim.compression.wrapping import ranked
@@ -56,6 +64,7 @@ class PassQuestion:
     signals:          layer -> the policy's signals, except statistics
     first:            True if nothing has been evicted yet
     stack:            layers -> their keys and values as one layer's, where that saves launches
+    keep:             tokens kept, at least the budget; None: the budget
     """
 
     source: LayerSource
@@ -66,6 +75,7 @@ class PassQuestion:
     signals: SignalSource = lambda _: NO_SIGNALS
     first: bool = True
     stack: StackSource | None = None
+    keep: int | None = None
 
 
 class Compressor:
@@ -152,47 +162,49 @@ class Compressor:
         signals: SignalSource = lambda _: NO_SIGNALS,
         first: bool | None = None,
         keep: int | None = None,
-        check: Callable[[Tensor], None] = refuse_nan,
+        check: NanCheck = refuse_nan,
     ) -> Tensor:
         """Run choose_all on one sequence. first: None stands for logical_len == num_tokens."""
         first = logical_len == num_tokens if first is None else first
         question = PassQuestion(
-            layer_source, num_tokens, num_prompt_slots, logical_len, positions, signals, first
+            layer_source, num_tokens, num_prompt_slots, logical_len, positions, signals, first, keep=keep
         )
-        return self.choose_all([question], keep=keep, check=check)[0]
+        return self.choose_all([question], check=check)[0]
 
     @torch.no_grad()
-    def choose_all(
-        self,
-        questions: Sequence[PassQuestion],
-        *,
-        keep: int | None = None,
-        check: Callable[[Tensor], None] = refuse_nan,
-    ) -> list[Tensor]:
+    def choose_all(self, questions: Sequence[PassQuestion], *, check: NanCheck = refuse_nan) -> list[Tensor]:
         """Return the slots that each of several sequences keeps, independently of the other sequences.
 
-        Args:
-            keep:  tokens kept, at least the budget; None: the budget
-            check: handles NaN scores, as in select
+        check: handles NaN scores, as in select, with a bool of each sequence
 
         Returns: [L | 1, K | 1, min(keep, T)] int64 ascending each, by mode. Sliding layers do not vote in
             union and per_head mode unless all layers slide.
         Raises: InvalidArgumentError if the policy gives scores of a wrong shape or NaN.
         """
-        keep = self.budget if keep is None else keep
-        assert keep >= self.budget, f"{keep} tokens to keep, below the budget of {self.budget}"
-        over = [i for i, q in enumerate(questions) if q.num_tokens > keep and self.eviction_method.evicts]
-        votes = dict(zip(over, self._votes([questions[i] for i in over], keep), strict=True))
-        groups: dict[tuple[int, int], list[int]] = {}
+        over = [
+            i for i, q in enumerate(questions) if q.num_tokens > self._keep(q) and self.eviction_method.evicts
+        ]
+        votes = dict(zip(over, self._votes([questions[i] for i in over]), strict=True))
+        if over:
+            none = torch.zeros((), dtype=torch.bool, device=votes[over[0]].device)
+            check(
+                torch.stack([votes[i].isnan().any() if i in votes else none for i in range(len(questions))])
+            )
+        groups: dict[tuple[int, int, int], list[int]] = {}
         for i in over:
             prompt = questions[i].num_prompt_slots if self.config.protect_prompt else 0
-            groups.setdefault((questions[i].num_tokens, prompt), []).append(i)
+            groups.setdefault((questions[i].num_tokens, prompt, self._keep(questions[i])), []).append(i)
         found: dict[int, Tensor] = {}
-        for (num_tokens, prompt), places in groups.items():
+        for (num_tokens, prompt, keep), places in groups.items():
             tiers, scores = self.tiers(num_tokens, prompt), [votes.pop(i) for i in places]
-            kept = select_each(scores, keep, tiers, self.mode, self.backend.select_top, check)
+            kept = select_each(scores, keep, tiers, self.mode, self.backend.select_top)
             found.update(zip(places, kept, strict=True))
         return [found[i] if i in found else self._everything(q.num_tokens) for i, q in enumerate(questions)]
+
+    def _keep(self, question: PassQuestion) -> int:
+        keep = self.budget if question.keep is None else question.keep
+        assert keep >= self.budget, f"{keep} tokens to keep, below the budget of {self.budget}"
+        return keep
 
     @torch.no_grad()
     def choose_blocks(self, questions: Sequence[PassQuestion], block_size: int) -> list[list[int]]:
@@ -203,7 +215,7 @@ class Compressor:
         Raises: as choose_all.
         """
         over = [q for q in questions if q.num_tokens > self.budget]
-        votes = iter(self._votes(over, self.budget))
+        votes = iter(self._votes(over))
         found = []
         for q in questions:
             tiers = self.tiers(q.num_tokens, q.num_prompt_slots)
@@ -267,7 +279,7 @@ class Compressor:
             )
         return scores
 
-    def _votes(self, questions: Sequence[PassQuestion], keep: int) -> list[Tensor]:
+    def _votes(self, questions: Sequence[PassQuestion]) -> list[Tensor]:
         """Return scores [voters, K, T] fp32 of each sequence; a stack of layers is scored for all sequences
         at once."""
         if not questions:
@@ -275,7 +287,7 @@ class Compressor:
         found: list[dict[int, Tensor]] = [{} for _ in questions]
         longest = max(question.num_tokens for question in questions)
         for layers in self.split(longest, all(question.stack is not None for question in questions)):
-            for own, scores in zip(found, self._scores(layers, questions, keep), strict=True):
+            for own, scores in zip(found, self._scores(layers, questions), strict=True):
                 own.update(zip(layers, scores.unflatten(0, (len(layers), -1)), strict=True))
         return [torch.stack([own[layer] for layer in self._voters]) for own in found]
 
@@ -284,9 +296,9 @@ class Compressor:
         heads = 1 if self.mode is Mode.UNION else self.facts.layers[0].num_kv_heads
         return torch.arange(num_tokens, device=self.facts.device).repeat(layers, heads, 1)
 
-    def _scores(self, layers: Layers, questions: Sequence[PassQuestion], keep: int) -> list[Tensor]:
+    def _scores(self, layers: Layers, questions: Sequence[PassQuestion]) -> list[Tensor]:
         """Return scores [n * K, T] fp32 of a stack; -inf for tokens that no future query of a layer sees."""
-        views = [self._view(layers, question, keep) for question in questions]
+        views = [self._view(layers, question) for question in questions]
         found = self.score(views)
         if self.policy.reranks:
             found = [ranked(self.policy, *pair) for pair in zip(views, found, strict=True)]
@@ -298,8 +310,9 @@ class Compressor:
             for question, scores in zip(questions, found, strict=True)
         ]
 
-    def _view(self, layers: Layers, question: PassQuestion, keep: int) -> LayerView:
+    def _view(self, layers: Layers, question: PassQuestion) -> LayerView:
         num_tokens, prompt = question.num_tokens, question.num_prompt_slots
+        keep = self._keep(question)
         return LayerView(
             layers[0],
             question.source(layers[0]) if question.stack is None else question.stack(layers),

@@ -21,8 +21,8 @@ FREE, PROMPT, ALWAYS = 0, 1, 2
 
 
 def refuse_nan(found: Tensor) -> None:
-    """Raise InvalidArgumentError if the bool scalar is true: waits for the device that computes it."""
-    if bool(found):
+    """Raise InvalidArgumentError if a bool is true: waits for the device that computes it."""
+    if bool(found.any()):
         raise InvalidArgumentError(
             "a score is NaN, so nothing can be ranked; check the policy, the statistics and the KV cache."
         )
@@ -34,7 +34,7 @@ def select(
     tiers: np.ndarray,
     mode: Mode,
     select_top: Callable[[Tensor, int], Tensor] = reference.select_top,
-    check: NanCheck = refuse_nan,
+    check: NanCheck | None = refuse_nan,
 ) -> Tensor:
     """Select equally many slots of every (layer, KV head).
 
@@ -47,7 +47,7 @@ def select(
         select_top: the op that selects the highest scores of each row (Backend.select_top)
         check:  called with a bool scalar on the scores' device that is true if a score is NaN. The default
                 raises. A check that stores the scalar avoids a synchronisation here; NaN is then the lowest
-                score
+                score. None: no check
 
     Returns: [L | 1, K | 1, min(budget, T)] int64 ascending, on the device of the scores. Ties: the
         lowest slot wins. Mutates nothing.
@@ -60,7 +60,8 @@ def select(
     places = min(budget, num_tokens) - len(forced)
     before, after, apart = _around(forced, rivals)
     flat = rows.flatten(0, 1)
-    check(_holds_nan(flat))
+    if check is not None:
+        check(_holds_nan(flat))
     if check is not refuse_nan:
         flat = flat.nan_to_num(-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     if len(rivals) and rivals[-1] - rivals[0] == len(rivals) - 1:
@@ -79,11 +80,11 @@ def select_each(
     tiers: np.ndarray,
     mode: Mode,
     select_top: Callable[[Tensor, int], Tensor] = reference.select_top,
-    check: NanCheck = refuse_nan,
 ) -> list[Tensor]:
-    """Run select on several sequences [L, K, T] with the same T and tiers, in one batch of rows."""
+    """Run select on several sequences [L, K, T] with the same T and tiers, in one batch of rows. NaN is the
+    lowest score."""
     rows = [_shared_scores(each, mode) for each in scores]
-    kept = select(torch.cat(rows), budget, tiers, Mode.PER_LAYER_HEAD, select_top, check)
+    kept = select(torch.cat(rows), budget, tiers, Mode.PER_LAYER_HEAD, select_top, None)
     return list(kept.chunk(len(rows)))
 
 

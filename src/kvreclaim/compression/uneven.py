@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.compression.head_views import (
     HeadsQuestion,
     free_slots,
@@ -29,7 +30,7 @@ from kvreclaim.compression.select import NanCheck, refuse_nan
 from kvreclaim.compression.wrapping import ranked, within
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.head_rows import HeadRows, runs, spread
-from kvreclaim.ops.moving import fetch, to_device
+from kvreclaim.ops.moving import fetch
 
 
 def round_to_blocks(
@@ -64,7 +65,7 @@ class UnevenChoice:
     """Tokens that each head of a sequence keeps.
 
     kept:         ascending slots, int64; per head a multiple of the block size
-    prompt_slots: [L, K] int64, kept slots among the question's prompt_slots
+    prompt_slots: [L, K] int64, kept slots among the question's prompt_slots; 0 without protect_prompt
     moved:        tokens that rounding to blocks has moved between heads
     """
 
@@ -79,11 +80,13 @@ def choose_uneven(
     questions: Sequence[HeadsQuestion],
     block_size: int,
     check: NanCheck = refuse_nan,
+    most_blocks: int | None = None,
 ) -> list[UnevenChoice]:
     """Return the slots that each head of several sequences keeps, budget tokens on average over a sequence's
     heads. budget must be a multiple of block_size. Sequences do not affect each other's result.
 
-    check: handles NaN scores, as in select; if it returns, NaN is the lowest score
+    check: handles NaN scores, as in select, with a bool of each sequence; if it returns, NaN is the lowest
+    most_blocks: blocks that a head keeps at most, no fewer than its budget's; None: no limit
 
     Raises: InvalidArgumentError if the policy gives scores or counts of a wrong shape, NaN, or counts
         that are not `budget` on average.
@@ -91,7 +94,7 @@ def choose_uneven(
     assert compressor.budget % block_size == 0, f"{compressor.budget} tokens in blocks of {block_size}"
     firsts = [_first_free(compressor, question) for question in questions]
     scores = _scores(compressor, questions, firsts)
-    return select_heads(compressor, questions, firsts, scores, block_size, check)
+    return select_heads(compressor, questions, firsts, scores, block_size, check, most_blocks)
 
 
 def select_heads(
@@ -101,9 +104,10 @@ def select_heads(
     scores: Tensor,
     block_size: int,
     check: NanCheck,
+    most_blocks: int | None,
 ) -> list[UnevenChoice]:
-    """Select the tokens of each head from their scores. The host waits once for the policy's counts, and once
-    for the kept prompt tokens, of all sequences together.
+    """Select the tokens of each head from their scores. The host waits once, for the policy's counts of all
+    sequences.
 
     firsts: first evictable slot of each sequence
     scores: fp32 of all tokens of all heads, sequence by sequence, as HeadRows.flat
@@ -112,20 +116,27 @@ def select_heads(
     layers = iter(rows)
     heads = [[next(layers) for _ in question.tokens] for question in questions]
     selections = [_Selection(compressor, *each) for each in zip(questions, firsts, heads, strict=True)]
-    is_nan, *counts = fetch([scores.isnan().any(), *(each.counts for each in selections)])
+    sizes = [int(question.tokens.sum()) for question in questions]
+    is_nan, *counts = fetch([_hold_nan(scores.split(sizes)), *(each.counts for each in selections)])
     check(torch.from_numpy(is_nan).bool())
-    keep = [each.rounded(found, block_size) for each, found in zip(selections, counts, strict=True)]
+    keep = [
+        each.rounded(found, block_size, most_blocks) for each, found in zip(selections, counts, strict=True)
+    ]
     if compressor.policy.reranks:
-        ranks = torch.cat([each.ranks(own) for each, own in zip(selections, keep, strict=True)])
-        check(ranks.isnan().any())
-        rows = HeadRows(_numbers(ranks), rows.counts)
+        ranks = [each.ranks(own) for each, own in zip(selections, keep, strict=True)]
+        check(_hold_nan(ranks))
+        rows = HeadRows(_numbers(torch.cat(ranks)), rows.counts)
     kept = _kept(compressor, questions, rows, np.concatenate(keep))
     parts = kept.flat.split([int(own.sum()) for own in keep])
-    left = _prompt_left(kept, np.concatenate([question.prompt_slots for question in questions]))
+    left = [_prompt_left(compressor.config, *each) for each in zip(questions, keep, strict=True)]
     return [
         UnevenChoice(HeadRows(part, own), prompt, round(float(np.maximum(found - own, 0).sum())))
-        for part, own, prompt, found in zip(parts, keep, np.split(left, len(keep)), counts, strict=True)
+        for part, own, prompt, found in zip(parts, keep, left, counts, strict=True)
     ]
+
+
+def _hold_nan(scores: Sequence[Tensor]) -> Tensor:
+    return torch.stack([each.isnan().any() for each in scores])
 
 
 class _Selection:
@@ -152,7 +163,7 @@ class _Selection:
         if tuple(self.counts.shape) != tokens.shape:
             raise InvalidArgumentError(_wrong_counts(policy, self.counts.shape, tokens.shape))
 
-    def rounded(self, counts: np.ndarray, block_size: int) -> np.ndarray:
+    def rounded(self, counts: np.ndarray, block_size: int, most_blocks: int | None) -> np.ndarray:
         """Round the policy's counts [L, K] float64 to whole blocks. Raises: InvalidArgumentError."""
         compressor, tokens = self.compressor, self.question.tokens
         policy, budget = compressor.policy, compressor.budget
@@ -165,7 +176,8 @@ class _Selection:
                 f"they must be {budget} on average and no more than a head has."
             )
         total = tokens.size * budget // block_size
-        return round_to_blocks(counts, block_size, self.protected, tokens // block_size, total) * block_size
+        room = np.minimum(tokens // block_size, tokens.max() if most_blocks is None else most_blocks)
+        return round_to_blocks(counts, block_size, self.protected, room, total) * block_size
 
     def ranks(self, keep: np.ndarray) -> Tensor:
         """Return reranked scores for selection within heads, as HeadRows.flat. keep: [L, K]"""
@@ -277,9 +289,11 @@ def _kept(
     return HeadRows(pool.index_select(0, index) - spread(rows, keep, device), keep)
 
 
-def _prompt_left(kept: HeadRows, prompt_slots: np.ndarray) -> np.ndarray:
-    """Count the kept slots of each head among its first prompt_slots [L, K]; returns [L, K]."""
-    inside = kept.flat < spread(prompt_slots, kept.counts, kept.flat.device)
-    ends = to_device(kept.starts + kept.counts - 1, inside.device)
-    [found] = fetch([inside.cumsum(0, dtype=torch.int32)[ends]])
-    return np.diff(found.astype(np.int64).ravel(), prepend=0).reshape(prompt_slots.shape)
+def _prompt_left(config: CompressionConfig, question: HeadsQuestion, keep: np.ndarray) -> np.ndarray:
+    """Count the kept slots of each head among its first prompt_slots [L, K]; returns [L, K]. Without
+    protection nothing reads them: 0."""
+    prompts = question.prompt_slots
+    if not config.protect_prompt:
+        return np.zeros_like(prompts)
+    always = np.minimum(config.sinks, prompts) + np.maximum(0, prompts - question.tokens + config.recent)
+    return always + np.minimum(prompts - always, keep - config.sinks - config.recent)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvreclaim.compression.cell_pass import MAX_BYTES
 from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.integrations.vllm.entry.centring import CentringHooks
 from kvreclaim.integrations.vllm.entry.facts import describe, plain_facts
@@ -21,11 +20,11 @@ from kvreclaim.integrations.vllm.settings.groups import layer_kinds
 from kvreclaim.integrations.vllm.settings.layer_needs import signal_bytes
 from kvreclaim.integrations.vllm.settings.options import Options
 from kvreclaim.integrations.vllm.worker.applier import Applier
-from kvreclaim.integrations.vllm.worker.cells.heads import MAX_ENTRIES, HeadTables
+from kvreclaim.integrations.vllm.worker.cells.heads import HeadTables
+from kvreclaim.integrations.vllm.worker.cells.limits import TableLimits, refuse_wide_tables, table_bytes
 from kvreclaim.integrations.vllm.worker.cells.positions import PassTrace, Positions
 from kvreclaim.integrations.vllm.worker.centred_layer import transform_of
 from kvreclaim.integrations.vllm.worker.layouts import CacheViews
-from kvreclaim.memory.blocks import blocks_for
 from kvreclaim.ops.scoring import MAX_LOGITS
 
 if TYPE_CHECKING:
@@ -55,13 +54,19 @@ class WorkerHooks(CentringHooks):
         signatures.check_worker(worker.model_runner)
 
     def determine_available_memory(self) -> int:
-        """Subtract a pass's temporary memory on a GPU, which vLLM's profile does not include. A pool size
-        that the operator has set is unchanged."""
+        """Subtract on a GPU what vLLM's profile does not include: a pass's temporary memory, the tables of
+        unequal heads, and the second set of CUDA graphs for them. A pool size that the operator has set is
+        unchanged. Raises: InvalidArgumentError if the tables are too large."""
         available = int(super().determine_available_memory())  # type: ignore[misc]
         worker: Any = self
         if worker.device.type == "cpu" or worker.cache_config.kv_cache_memory_bytes:
             return available
-        left = max(0, available - _scratch(worker))
+        scratch = _scratch(worker)
+        if Options.of_config(worker.vllm_config).has_cells:
+            tables = _tables(worker)
+            refuse_wide_tables(tables, available)
+            scratch += tables + worker.cudagraph_memory_estimate
+        left = max(0, available - scratch)
         return left - _kept_signals(worker, left)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
@@ -147,7 +152,8 @@ def _heads(worker: Any, views: CacheViews) -> HeadTables | None:
     keep equally many tokens, by the same ranking and in as many blocks."""
     try:
         with torch.inference_mode():
-            return cells_side.adopt_cells(worker.model_runner, views)
+            limits = None if worker.device.type == "cpu" else _limits(worker)
+            return cells_side.adopt_cells(worker.model_runner, views, limits)
     except UnsupportedModelError as reason:
         logger.warning(
             "heads keep equally many tokens here, chosen by the same ranking: %s. Policies whose heads keep "
@@ -168,31 +174,43 @@ def _most_tokens(worker: Any) -> int:
     return min(bound, longest)
 
 
+def _limits(worker: Any) -> TableLimits:
+    config, block_size = worker.vllm_config, worker.cache_config.block_size
+    options = Options.of_config(config)
+    return TableLimits.of(
+        budget=options.settings.in_blocks(block_size).budget,
+        most_tokens=options.bound(block_size, config.scheduler_config.max_num_batched_tokens),
+        max_model_len=worker.model_config.max_model_len,
+    )
+
+
+def _tables(worker: Any) -> int:
+    """Bytes of the tables of unequal heads."""
+    return table_bytes(
+        num_layers=_compressed_layers(worker),
+        num_kv_heads=worker.model_config.get_num_kv_heads(worker.parallel_config),
+        num_tokens=_limits(worker).tokens,
+        block_size=worker.cache_config.block_size,
+        num_rows=worker.vllm_config.scheduler_config.max_num_seqs,
+    )
+
+
+def _compressed_layers(worker: Any) -> int:
+    kinds = layer_kinds(worker.model_config)
+    return int(worker.model_config.get_num_layers(worker.parallel_config)) if kinds is None else kinds.full
+
+
 def _scratch(worker: Any) -> int:
     """Bytes of passes over _most_tokens."""
-    config, model = worker.vllm_config, worker.model_config
-    options = Options.of_config(config)
-    layers, kv_heads = (
-        find(worker.parallel_config) for find in (model.get_num_layers, model.get_num_kv_heads)
-    )
-    kinds = layer_kinds(model)
-    compressed = layers if kinds is None else kinds.full
-    tables = cells_bytes(
-        num_layers=compressed,
-        num_kv_heads=kv_heads,
-        num_tokens=model.max_model_len,
-        block_size=worker.cache_config.block_size,
-        num_rows=config.scheduler_config.max_num_seqs,
-    )
-    scratch = scratch_bytes(
-        num_layers=compressed,
+    model = worker.model_config
+    return scratch_bytes(
+        num_layers=_compressed_layers(worker),
         num_heads=model.get_num_attention_heads(worker.parallel_config),
-        num_kv_heads=kv_heads,
+        num_kv_heads=model.get_num_kv_heads(worker.parallel_config),
         head_dim=model.get_head_size(),
         num_tokens=_most_tokens(worker),
-        num_queries=options.settings.make_policy().query_window,
+        num_queries=Options.of_config(worker.vllm_config).settings.make_policy().query_window,
     )
-    return scratch + (tables if options.has_cells else 0)
 
 
 def _kept_signals(worker: Any, available: int) -> int:
@@ -226,15 +244,3 @@ def scratch_bytes(
     layer = 4 * num_kv_heads * num_tokens * head_dim
     scores = num_layers * num_kv_heads * num_tokens
     return int(SAFETY * (3 * 4 * logits + 4 * layer + 40 * scores))
-
-
-def cells_bytes(
-    *, num_layers: int, num_kv_heads: int, num_tokens: int, block_size: int, num_rows: int
-) -> int:
-    """Return the bytes of the tables of unequal heads on one worker: of a step and of the requests, a pass's
-    move, and temporary memory to make them.
-
-    num_tokens: most of a head; num_rows: requests at once
-    """
-    entries = num_layers * num_kv_heads * num_rows * blocks_for(num_tokens, block_size)
-    return 2 * 4 * entries + 24 * MAX_ENTRIES + 4 * MAX_BYTES

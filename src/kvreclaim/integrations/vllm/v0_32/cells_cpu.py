@@ -26,7 +26,9 @@ class CellsCPUImpl(CellsImpl, CPUAttentionBackendImpl):
 
     kernel = "vLLM's CPU kernel"
 
-    def attend_cells(self, layer: Any, rows: Tensor, output: Tensor, step: StepCells) -> None:
+    def attend_cells(
+        self, layer: Any, rows: Tensor, output: Tensor, step: StepCells, metadata: Any = None
+    ) -> None:
         assert self.reclaim is not None, "adopt_cells has set it"
         view, index = self.reclaim.view, self.reclaim.index
         lengths = step.lengths[index]

@@ -18,6 +18,9 @@ from kvreclaim.integrations.vllm.v0_32.attention import FP8
 from kvreclaim.integrations.vllm.v0_32.cells_side import CellsBackend, CellsBuilder, CellsImpl
 from kvreclaim.integrations.vllm.worker.cells.heads import StepCells
 
+MAX_SPLIT_ROWS = 992
+"""FlashAttention 3 finds the splits of each row on the device up to here; more rows fill a GPU unsplit."""
+
 
 class CellsFlashBuilder(CellsBuilder, FlashAttentionMetadataBuilder):
     """vLLM's metadata builder, with cells."""
@@ -28,7 +31,9 @@ class CellsFlashImpl(CellsImpl, FlashAttentionImpl):
 
     kernel = "FlashAttention"
 
-    def attend_cells(self, layer: Any, rows: Tensor, output: Tensor, step: StepCells) -> None:
+    def attend_cells(
+        self, layer: Any, rows: Tensor, output: Tensor, step: StepCells, metadata: Any = None
+    ) -> None:
         assert self.reclaim is not None, "adopt_cells has set it"
         view, index = self.reclaim.view.transpose(1, 2), self.reclaim.index
         keys, values = (
@@ -36,7 +41,9 @@ class CellsFlashImpl(CellsImpl, FlashAttentionImpl):
         )
         if self.kv_cache_dtype in FP8:
             keys, values = (part.view(current_platform.fp8_dtype()) for part in (keys, values))
-        scales = (step.lengths.shape[1], 1)
+        scales = (num_rows := step.lengths.shape[1], 1)
+        # A graph needs a bound, vLLM's own. The kernel schedules each layer by itself: lengths differ.
+        num_splits = 0 if metadata is None else metadata.max_num_splits
         flash_attn.flash_attn_varlen_func(
             q=rows,
             k=keys,
@@ -55,6 +62,7 @@ class CellsFlashImpl(CellsImpl, FlashAttentionImpl):
             q_descale=layer._q_scale.expand(scales) if self.supports_quant_query_input else None,
             k_descale=layer._k_scale.expand(scales),
             v_descale=layer._v_scale.expand(scales),
+            num_splits=min(num_splits, 1) if num_rows > MAX_SPLIT_ROWS else num_splits,
         )
 
 

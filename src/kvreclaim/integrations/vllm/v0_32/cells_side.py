@@ -22,6 +22,7 @@ from kvreclaim.integrations.vllm.settings.groups import full_group
 from kvreclaim.integrations.vllm.v0_32 import probing
 from kvreclaim.integrations.vllm.worker.cells.grid import find_grid
 from kvreclaim.integrations.vllm.worker.cells.heads import HeadTables, StepCells
+from kvreclaim.integrations.vllm.worker.cells.limits import TableLimits
 from kvreclaim.integrations.vllm.worker.cells.self_test import prove_cells
 from kvreclaim.integrations.vllm.worker.layouts import CacheViews
 
@@ -78,6 +79,7 @@ def take(heads: HeadTables, common: Any) -> StepCells | None:
         common.num_actual_tokens,
         common.max_query_len,
         longest,
+        common.query_start_loc_cpu,
     )
 
 
@@ -97,8 +99,11 @@ class CellsImpl:
         """Return whether vLLM may request scaled integers as output; not over cells."""
         return False
 
-    def attend_cells(self, layer: Any, rows: Tensor, output: Tensor, step: StepCells) -> None:
-        """Write what rows [T * K, G, D] see into output, of their shape; both contiguous."""
+    def attend_cells(
+        self, layer: Any, rows: Tensor, output: Tensor, step: StepCells, metadata: Any = None
+    ) -> None:
+        """Write what rows [T * K, G, D] see into output, of their shape; both contiguous. metadata: vLLM's
+        own of the step, which says how keys may be split; None: as the kernel likes."""
         raise NotImplementedError
 
     def forward(
@@ -113,19 +118,24 @@ class CellsImpl:
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attend over the step's cells, or call vLLM's own method if there are none."""
+        """Call vLLM's own method where some requests are not over cells, and attend over the step's cells."""
         step: StepCells | None = getattr(attn_metadata, "reclaim_cells", None)
-        if step is None:
-            answer: Tensor = super().forward(  # type: ignore[misc]
+        if step is None or step.tokens is not None:
+            super().forward(  # type: ignore[misc]
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
-            return answer
+        if step is None:
+            return output
         assert output_scale is None, "a fused output scale was refused at start"
         assert output_block_scale is None, "a fused output scale was refused at start"
-        rows = step.rows_of(query[: attn_metadata.num_actual_tokens])
+        own = slice(attn_metadata.num_actual_tokens) if step.tokens is None else step.tokens
+        rows = step.rows_of(query[own])
         answers = torch.empty_like(rows)
-        self.attend_cells(layer, rows, answers, step)
-        step.put_back(answers, output[: attn_metadata.num_actual_tokens])
+        self.attend_cells(layer, rows, answers, step, attn_metadata)
+        into = output[own]
+        step.put_back(answers, into)
+        if step.tokens is not None:
+            output[own] = into
         return output
 
 
@@ -144,8 +154,10 @@ class CellsBackend:
         return cls.cells_builder
 
 
-def adopt_cells(runner: Any, views: CacheViews) -> HeadTables:
+def adopt_cells(runner: Any, views: CacheViews, limits: TableLimits | None) -> HeadTables:
     """Prove the back-ends' attention over cells, and have them attend by the tables that are returned.
+
+    limits: of tables that CUDA graphs read, which never move; None: tables grow
 
     Raises: UnsupportedModelError, in words for the middle of a sentence, where heads have to stay equal;
         UnsupportedVllmError.
@@ -158,10 +170,9 @@ def adopt_cells(runner: Any, views: CacheViews) -> HeadTables:
     for index, layer in enumerate(layers):
         layer.impl.reclaim = LayerCells(index, grid.view)
     prove_cells(views, grid, [probing.shape_of(layer) for layer in layers], _attend(layers))
-    # CUDA graphs hold the addresses of tables, which are then as large as they may become.
-    fixed = None if grid.device.type == "cpu" else int(runner.model_config.max_model_len)
+    fixed, most = (None, None) if limits is None else (limits.tokens, limits.after_pass)
     scheduler = runner.vllm_config.scheduler_config
-    heads = HeadTables(grid, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, fixed)
+    heads = HeadTables(grid, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, fixed, most)
     for builder in _builders(runner, {layer.layer_name for layer in layers}):
         builder.reclaim = heads
     return heads

@@ -30,11 +30,13 @@ class CellsTritonImpl(CellsImpl, TritonAttentionImpl):
 
     kernel = "vLLM's Triton kernel"
 
-    def attend_cells(self, layer: Any, rows: Tensor, output: Tensor, step: StepCells) -> None:
+    def attend_cells(
+        self, layer: Any, rows: Tensor, output: Tensor, step: StepCells, metadata: Any = None
+    ) -> None:
         assert self.reclaim is not None, "adopt_cells has set it"
         view, index = self.reclaim.view.transpose(1, 2), self.reclaim.index
         if self._kv_quant_mode.is_per_token_head:
-            self._attend_slots(rows, view, output, step, index)
+            self._attend_slots(rows, view, output, step, index, metadata)
             return
         keys, values = view.split(self.head_size, dim=-1)
         if self.kv_cache_dtype in FP8:
@@ -50,6 +52,7 @@ class CellsTritonImpl(CellsImpl, TritonAttentionImpl):
             index,
             self.scale,
             self.logits_soft_cap,
+            metadata,
             q_descale=layer._q_scale if is_quantized and rows.dtype == self.fp8_dtype else None,
             k_descale=layer._k_scale.expand(scales),
             v_descale=layer._v_scale.expand(scales),
@@ -57,7 +60,9 @@ class CellsTritonImpl(CellsImpl, TritonAttentionImpl):
             use_td=self.use_td,
         )
 
-    def _attend_slots(self, rows: Tensor, view: Tensor, output: Tensor, step: StepCells, layer: int) -> None:
+    def _attend_slots(
+        self, rows: Tensor, view: Tensor, output: Tensor, step: StepCells, layer: int, metadata: Any
+    ) -> None:
         """Attend over cells with scales in slots: numbers of the key, scale, numbers of the value, scale."""
         keys, values = view.split(view.shape[-1] // 2, dim=-1)
         k_scales, v_scales = (x[..., -FP32_BYTES:].view(torch.float32)[..., 0] for x in (keys, values))
@@ -75,6 +80,7 @@ class CellsTritonImpl(CellsImpl, TritonAttentionImpl):
             layer,
             self.scale,
             self.logits_soft_cap,
+            metadata,
             kv_quant_mode=self._kv_quant_mode,
             k_scale_cache=k_scales,
             v_scale_cache=v_scales,
@@ -91,6 +97,7 @@ def attend_unified(
     layer: int,
     scale: float,
     softcap: float,
+    metadata: Any,
     **quantization: Any,
 ) -> None:
     """vLLM's Triton kernel over cells.
@@ -98,6 +105,7 @@ def attend_unified(
     Args:
         rows:         [T * K, G, D]; output has the same shape
         keys, values: [entries, S, 1, D] in any strides
+        metadata:     TritonAttentionMetadata of the step, with buffers for split keys; None: no splits
         quantization: of vLLM's kernel: descales or caches of scales, kv_quant_mode and use_td
     """
     nothing = {"q_descale": None, "k_descale": None, "v_descale": None}
@@ -115,8 +123,20 @@ def attend_unified(
         window_size=(-1, -1),
         block_table=step.tables[layer],
         softcap=softcap,
-        **{**nothing, **quantization},
+        **{**nothing, **quantization, **({} if metadata is None else _splits(metadata, step.num_heads))},
     )
+
+
+def _splits(metadata: Any, num_heads: int) -> dict[str, Any]:
+    """Return vLLM's buffers for split keys [T, K G, ...] as those of rows [T K, G, ...], and the rows up to
+    which keys are split."""
+    names = ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum")
+    buffers = {name: getattr(metadata, name) for name in names}
+    return {
+        "seq_threshold_3D": metadata.seq_threshold_3D * num_heads,
+        "num_par_softmax_segments": metadata.num_par_softmax_segments,
+        **{name: x.unflatten(1, (num_heads, -1)).flatten(0, 1) for name, x in buffers.items()},
+    }
 
 
 class CellsTritonBackend(CellsBackend, TritonAttentionBackend):

@@ -37,6 +37,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.integrations.vllm.settings.groups import full_group
+from kvreclaim.integrations.vllm.v0_32.cells_graphs import CellsGraphs, add_graphs
 from kvreclaim.integrations.vllm.v0_32.group_lengths import GroupLengths, install
 
 if TYPE_CHECKING:
@@ -102,8 +103,6 @@ class V2Rows:
     def placed(self, batch: Any) -> Any:
         """The batch to compute slots by: its positions less the shifts. The batch is not changed."""
         self.current = None
-        if self.heads is not None:
-            self.heads.announce(batch.req_ids)
         if not self.slots:
             return batch
         host = self.host[batch.idx_mapping_np]
@@ -115,6 +114,13 @@ class V2Rows:
             self.current.device, starts[1:] - starts[:-1], output_size=batch.num_tokens
         )
         return replace(batch, positions=batch.positions[: batch.num_tokens] - per_token)
+
+    def held_after(self, batch: Any) -> np.ndarray[Any, Any]:
+        """Return the tokens of each request in the cache after the step, or more. batch: BatchReqState"""
+        at = batch.idx_mapping_np
+        computed = self.runner.req_states.num_computed_tokens_np[at]
+        held: np.ndarray[Any, Any] = computed + batch.num_scheduled_tokens - self.host[at]
+        return held
 
     def place(self, batch: Any, slots: Tensor) -> None:
         """Write the slots of the compressed group into vLLM's slots [groups, tokens] of this batch."""
@@ -167,6 +173,15 @@ class V2Hooks:
         self.reclaim.begin(scheduler_output)
         super().update_requests(scheduler_output)  # type: ignore[misc]
 
+    def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
+        """Announce a step's requests to the tables of cells before vLLM selects a CUDA graph."""
+        found = super().gather_batch_req_state(scheduler_output, dummy_run)  # type: ignore[misc]
+        rows, batch = _rows(self.reclaim), found[0]
+        if rows.heads is not None:
+            names = () if batch is None else batch.req_ids
+            rows.heads.announce(names, () if batch is None else rows.held_after(batch))
+        return found
+
     def prepare_attn(self, input_batch: Any) -> Any:
         """Prepare real batches. Slots go into vLLM's own persistent buffer, from physical positions."""
         rows = _rows(self.reclaim)
@@ -201,6 +216,8 @@ def adopt_v2(runner: Any, applier: Applier) -> None:
         )
     runner.reclaim = state.reclaim = applier
     rows = _rows(applier)
+    if rows.heads is not None and runner.cudagraph_manager is not None:
+        add_graphs(runner.cudagraph_manager, CellsGraphs, rows.heads)
     if rows.lengths is not None:
         install(runner, rows.group, rows.lengths)
     state.__class__ = ReclaimModelState

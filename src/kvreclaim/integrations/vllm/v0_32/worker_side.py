@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from kvreclaim.integrations.vllm.settings.groups import full_group
+from kvreclaim.integrations.vllm.v0_32.cells_graphs import CellsDispatch, add_graphs
 from kvreclaim.integrations.vllm.v0_32.group_lengths import GroupLengths, install
 from kvreclaim.integrations.vllm.worker.applier import Applier, RunnerRows
 from kvreclaim.integrations.vllm.worker.cells.heads import HeadTables
@@ -47,6 +49,8 @@ def adopt(runner: Any, applier: Applier) -> None:
     rows: Any = applier.rows
     if rows.lengths is not None:
         install(runner, rows.group, rows.lengths)
+    if rows.heads is not None:
+        add_graphs(runner.cudagraph_dispatcher, CellsDispatch, rows.heads)
     if not isinstance(runner, V1Hooks):
         runner.__class__ = type(f"Reclaim{type(runner).__name__}", (V1Hooks, type(runner)), {})
 
@@ -137,9 +141,11 @@ class V1Hooks:
         result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
         runner: Any = self
         batch = runner.input_batch
-        if self.reclaim_rows.heads is not None:
-            self.reclaim_rows.heads.announce(batch.req_ids)
         shift, lengths = self.reclaim_rows.of_batch(batch.req_ids), self.reclaim_rows.lengths
+        if self.reclaim_rows.heads is not None:
+            logical = runner.optimistic_seq_lens_cpu.numpy()[: batch.num_reqs]
+            held = logical if shift is None else logical - shift.np[: batch.num_reqs]
+            self.reclaim_rows.heads.announce(batch.req_ids, held)
         if shift is not None:
             count, tokens = batch.num_reqs, scheduler_output.total_num_scheduled_tokens
             if lengths is None:
@@ -154,7 +160,17 @@ class V1Hooks:
         return result
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run without shifts: a dummy run's lengths are not of requests."""
+        """Run without shifts and cells: a dummy run's lengths are not of requests."""
         if self.reclaim_rows.lengths is not None:
             self.reclaim_rows.lengths.step = None
+        if self.reclaim_rows.heads is not None:
+            self.reclaim_rows.heads.announce((), ())
         return super()._dummy_run(*args, **kwargs)  # type: ignore[misc]
+
+    def _warmup_and_capture(self, desc: Any, cudagraph_runtime_mode: Any, *args: Any, **kwargs: Any) -> None:
+        """Capture vLLM's graph; a full one once more, over cells."""
+        super()._warmup_and_capture(desc, cudagraph_runtime_mode, *args, **kwargs)  # type: ignore[misc]
+        heads = self.reclaim_rows.heads
+        if heads is not None and cudagraph_runtime_mode == CUDAGraphMode.FULL:
+            with heads.capture():
+                super()._warmup_and_capture(desc, cudagraph_runtime_mode, *args, **kwargs)  # type: ignore[misc]

@@ -15,9 +15,8 @@ from kvreclaim.compression.compressor import Compressor, PassQuestion, SignalSou
 from kvreclaim.compression.config import MAX_KEPT, CompressionConfig
 from kvreclaim.compression.head_views import HeadsQuestion
 from kvreclaim.compression.policy import NO_SIGNALS, Signal
-from kvreclaim.compression.select import refuse_nan
+from kvreclaim.compression.select import NanCheck
 from kvreclaim.compression.stats import LayerStats
-from kvreclaim.compression.together import choose_together
 from kvreclaim.compression.uneven import UnevenChoice, choose_uneven
 from kvreclaim.integrations.vllm.scheduler.passes import StepMessage
 from kvreclaim.integrations.vllm.settings.options import Options
@@ -38,6 +37,9 @@ from kvreclaim.schedule.budget.compaction import Pass
 from kvreclaim.schedule.budget.protection import kept_prompt_slots
 
 logger = logging.getLogger("vllm.kvreclaim")
+
+Choice = UnevenChoice | Tensor
+"""What a pass keeps: of heads with unequal numbers, or slots as choose_all returns them."""
 
 
 class RunnerRows(Protocol):
@@ -77,7 +79,7 @@ class Applier:
         rows:    the runner's block tables
         heads:   tables of requests with unequal heads; None: heads keep equally many tokens, by the same
                  ranking
-        max_tokens: live tokens of passes with unequal heads that choose together; one alone may have more
+        max_tokens: live tokens of passes that choose together; one alone may have more
 
     signals: of hooks on the layers, for policies that need them
     """
@@ -125,7 +127,7 @@ class Applier:
             self.clock.start()
             chosen = self._choose(message)
             for one in message.passes:
-                self._carry_out(one, self.compressor(message.settings[one.seq_id]), chosen.get(one.seq_id))
+                self._carry_out(one, self.compressor(message.settings[one.seq_id]), chosen[one.seq_id])
             self.clock.stop()
 
     def rehearse(self) -> None:
@@ -171,27 +173,30 @@ class Applier:
     def _compressor(self, settings: CompressionConfig) -> Compressor:
         return Compressor(settings, self.facts, self.stats, self.kernels)
 
-    def _choose(self, message: StepMessage) -> dict[str, UnevenChoice]:
-        """Choose for all uneven passes of a step, before anything moves: the host then waits for the device
-        once for many of them, not once for each."""
-        uneven = self.uneven
-        if uneven is None:
-            return {}
-        passes = [one for one in message.passes if one.eviction_method.uneven]
-
-        def choose(compressor: Compressor, places: list[int]) -> list[UnevenChoice]:
-            members, found = [passes[i] for i in places], list[UnevenChoice]()
-            check = refuse_nan if len(members) > 1 else partial(self.clock.watch, members[0].seq_id)
+    def _choose(self, message: StepMessage) -> dict[str, Choice]:
+        """Choose for all passes of a step, before anything moves: those with the same settings together."""
+        groups: dict[Compressor, list[Pass[str]]] = {}
+        for one in message.passes:
+            groups.setdefault(self.compressor(message.settings[one.seq_id]), []).append(one)
+        found: dict[str, Choice] = {}
+        for compressor, members in groups.items():
             for some in self._batches(members):
-                questions = [self._uneven_question(uneven, one, compressor) for one in some]
-                found += choose_uneven(compressor, questions, uneven.grid.block_size, check)
-            return found
+                names = [one.seq_id for one in some]
+                chosen = self._choose_together(compressor, some, partial(self.clock.watch, names))
+                found.update(zip(names, chosen, strict=True))
+        return found
 
-        found = choose_together([self.compressor(message.settings[one.seq_id]) for one in passes], choose)
-        for choice in found:
-            if isinstance(choice, Exception):
-                raise choice
-        return {one.seq_id: choice for one, choice in zip(passes, found, strict=True)}
+    def _choose_together(
+        self, compressor: Compressor, passes: Sequence[Pass[str]], check: NanCheck
+    ) -> Sequence[Choice]:
+        uneven = self.uneven
+        if uneven is None or not passes[0].eviction_method.uneven:
+            return compressor.choose_all(
+                [self._even_question(one, compressor) for one in passes], check=check
+            )
+        questions = [self._uneven_question(uneven, one, compressor) for one in passes]
+        size, most = uneven.grid.block_size, uneven.heads.most_blocks
+        return choose_uneven(compressor, questions, size, check, most)
 
     def _batches(self, passes: Sequence[Pass[str]]) -> Iterator[list[Pass[str]]]:
         """Split passes into batches of at most max_tokens."""
@@ -202,6 +207,11 @@ class Applier:
                 batch = []
             batch.append(one)
         yield batch
+
+    def _even_question(self, one: Pass[str], compressor: Compressor) -> PassQuestion:
+        known = self._known_positions(one, compressor)
+        positions = None if known is None else known.flat.view(*self.shape, -1)
+        return replace(self._question(one, compressor), positions=positions, keep=one.keep)
 
     def _uneven_question(self, uneven: UnevenPasses, one: Pass[str], compressor: Compressor) -> HeadsQuestion:
         positions = self._known_positions(one, compressor)
@@ -233,13 +243,13 @@ class Applier:
         signals = self.signals.source(compressor, one.seq_id, end, blocks, num_tokens)
         return replace(question, signals=signals)
 
-    def _carry_out(self, one: Pass[str], compressor: Compressor, choice: UnevenChoice | None) -> None:
-        """choice: of an uneven pass"""
+    def _carry_out(self, one: Pass[str], compressor: Compressor, choice: Choice) -> None:
         needs_positions = Signal.POSITIONS in compressor.policy.needs
-        if choice is not None and self.uneven is not None:
+        if isinstance(choice, UnevenChoice):
+            assert self.uneven is not None, "an uneven pass needs tables of heads"
             kept = self.uneven.move(one, choice, needs_positions or self.trace is not None)
         else:
-            kept = self._compact(one, compressor)
+            kept = self._compact(one, compressor, choice)
         if needs_positions and kept is not None:
             self.positions.keep(one.seq_id, one.first, one.logical_len, kept)
         self.rows.rewrite(one.seq_id, one.target_ids, one.shift)
@@ -248,18 +258,14 @@ class Applier:
         if self.trace is not None and kept is not None:
             self.trace.add(one, kept)
 
-    def _compact(self, one: Pass[str], compressor: Compressor) -> HeadRows:
+    def _compact(self, one: Pass[str], compressor: Compressor, kept: Tensor) -> HeadRows:
         """Keep equally many tokens in every head. Returns: the kept slots of each."""
-        question, known = self._question(one, compressor), self._known_positions(one, compressor)
-        if known is not None:
-            question = replace(question, positions=known.flat.view(*self.shape, -1))
-        check = partial(self.clock.watch, one.seq_id)
-        [kept] = compressor.choose_all([question], keep=one.keep, check=check)
         self.views.compact(kept, self.views.block_ids(one.source_ids), self.views.block_ids(one.target_ids))
         if one.eviction_method.uneven:  # for the scheduler heads differ, so it leaves the count to us
-            rules, prompt = compressor.rules, question.num_prompt_slots
-            left = kept_prompt_slots(num_tokens=one.num_tokens, prompt_slots=prompt, keep=one.keep, **rules)
-            self.prompts[one.seq_id] = left
+            prompt = one.prompt_slots + self.prompts.get(one.seq_id, 0)
+            self.prompts[one.seq_id] = kept_prompt_slots(
+                num_tokens=one.num_tokens, prompt_slots=prompt, keep=one.keep, **compressor.rules
+            )
         return as_heads(kept, self.shape)
 
     def _forget(self, output: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -15,8 +16,8 @@ class PassClock(Protocol):
 
     def start(self) -> None: ...
 
-    def watch(self, request_id: str, flag: Tensor) -> None:
-        """flag: bool scalar on the device: the scores of a pass of this request hold a NaN."""
+    def watch(self, request_ids: Sequence[str], flags: Tensor) -> None:
+        """flags: [n] bool: the scores of a pass of each of these requests hold a NaN."""
         ...
 
     def stop(self) -> None: ...
@@ -37,9 +38,8 @@ class HostClock:
     def start(self) -> None:
         self.started = time.perf_counter()
 
-    def watch(self, request_id: str, flag: Tensor) -> None:
-        if bool(flag):
-            self.flagged.append(request_id)
+    def watch(self, request_ids: Sequence[str], flags: Tensor) -> None:
+        self.flagged += [name for name, flag in zip(request_ids, flags.tolist(), strict=True) if flag]
 
     def stop(self) -> None:
         self.seconds += time.perf_counter() - self.started
@@ -58,7 +58,7 @@ class _Step:
 
     def __init__(self) -> None:
         self.first, self.last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.flags: list[tuple[str, Tensor]] = []
+        self.flags: list[tuple[Sequence[str], Tensor]] = []
 
 
 class DeviceClock:
@@ -71,9 +71,9 @@ class DeviceClock:
         self.steps.append(_Step())
         self.steps[-1].first.record()
 
-    def watch(self, request_id: str, flag: Tensor) -> None:
-        host = torch.empty((), dtype=torch.bool, pin_memory=True)
-        self.steps[-1].flags.append((request_id, host.copy_(flag, non_blocking=True)))
+    def watch(self, request_ids: Sequence[str], flags: Tensor) -> None:
+        host = torch.empty(len(flags), dtype=torch.bool, pin_memory=True)
+        self.steps[-1].flags.append((request_ids, host.copy_(flags, non_blocking=True)))
 
     def stop(self) -> None:
         self.steps[-1].last.record()
@@ -84,5 +84,6 @@ class DeviceClock:
             done.append(self.steps.popleft())
         if not done:
             return None
-        flagged = [request_id for step in done for request_id, flag in step.flags if bool(flag)]
+        named = [zip(names, flags.tolist(), strict=True) for step in done for names, flags in step.flags]
+        flagged = [name for each in named for name, flag in each if flag]
         return sum(step.first.elapsed_time(step.last) for step in done) / 1000, flagged

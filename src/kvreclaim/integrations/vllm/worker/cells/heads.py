@@ -7,8 +7,10 @@ pass, then its own cells of the blocks appended since. A request without a pass 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import numpy as np
 import torch
@@ -33,6 +35,7 @@ class StepCells:
     starts:        [R + 1] int32, of the queries of each row
     order:         [T * K] int64, which (token, KV head) the queries are that the rows name; None: as they are
     max_query_len: of a row; max_seq_len: of a row, or a little more
+    tokens:        [T] int64 in the batch, if other tokens of it are not over cells; None: all are
     """
 
     tables: Tensor
@@ -42,6 +45,7 @@ class StepCells:
     num_heads: int
     max_query_len: int
     max_seq_len: int
+    tokens: Tensor | None = None
 
     def rows_of(self, queries: Tensor) -> Tensor:
         """[T, H, D] -> [T * K, G, D], contiguous."""
@@ -57,34 +61,70 @@ class StepCells:
             grouped[self.order] = rows
 
 
+class StepKind(Enum):
+    """What attention reads in a step: vLLM's own tables, cells of all requests, or first vLLM's tables, then
+    cells of the requests that fit tables of cells. The others are longer, and have no cells of their own."""
+
+    PLAIN = auto()
+    CELLS = auto()
+    SPLIT = auto()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Announced:
+    """The requests of a step that are over cells.
+
+    rows:   [n] int64 of the pool
+    ahead:  tokens by which a head is longer than its request, at most
+    places: of these requests in the step; None: all requests are over cells
+    """
+
+    rows: Tensor
+    ahead: int
+    places: np.ndarray | None
+
+
 class HeadTables:
     """Tables of all requests on this worker.
 
     Args:
         grid:       where cells lie
         max_rows:   requests in a step, at most; max_tokens: their tokens
-        fixed:      tokens of a request at most, where buffers must never move (CUDA graphs); None: they grow
+        fixed:      tokens of a head at most, where buffers must never move (CUDA graphs); None: they grow
+        most:       tokens that a pass leaves a head at most; None: no limit
+
+    taken: whether the last metadata had cells
     """
 
-    def __init__(self, grid: CellGrid, max_rows: int, max_tokens: int, fixed: int | None = None) -> None:
+    def __init__(
+        self,
+        grid: CellGrid,
+        max_rows: int,
+        max_tokens: int,
+        fixed: int | None = None,
+        most: int | None = None,
+    ) -> None:
         self.grid = grid
         self.fixed = fixed
+        self.most_blocks = None if most is None else most // grid.block_size
+        self.taken = self._capturing = False
         self.rows: dict[str, int] = {}
         self.held: dict[str, CellTable] = {}
         device, (layers, heads) = grid.device, grid.shape
-        self._free: list[int] = []
-        self._table = torch.zeros((1, layers, heads, 1), dtype=torch.int32, device=device)
-        self._counts = torch.zeros((1, layers, heads), dtype=torch.int32, device=device)
-        self._blocks = torch.zeros(1, dtype=torch.int32, device=device)
-        self._ahead = [0]  # tokens by which the longest head of a row is longer than its request
+        width = 1 if fixed is None else blocks_for(fixed, grid.block_size)
+        rows = 1 if fixed is None else max_rows + 1
+        self._free = list(range(1, rows))
+        self._table = torch.zeros((rows, layers, heads, width), dtype=torch.int32, device=device)
+        self._counts = torch.zeros((rows, layers, heads), dtype=torch.int32, device=device)
+        self._blocks = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._ahead = [0] * rows  # tokens by which the longest head of a row is longer than its request
         self._first = torch.from_numpy(grid.first).to(device, torch.int32)[None, :, None, None]
         self._heads = torch.arange(heads, dtype=torch.int32, device=device)[:, None] * grid.per_head
-        most = 1 if fixed is None else blocks_for(fixed, grid.block_size)
-        self._tables = torch.zeros((layers, max_rows * heads, most), dtype=torch.int32, device=device)
+        self._tables = torch.zeros((layers, max_rows * heads, width), dtype=torch.int32, device=device)
         self._lengths = torch.zeros((layers, max_rows * heads), dtype=torch.int32, device=device)
         self._starts = torch.zeros(max_rows * heads + 1, dtype=torch.int32, device=device)
         self._order = torch.zeros(max_tokens * heads, dtype=torch.int64, device=device)
-        self._next: tuple[Tensor, int] | None = None
+        self._next: Announced | None = None
 
     def put(self, request_id: str, cells: CellTable) -> None:
         """Set the cells of the request's heads. Blocks that are appended to its table follow them."""
@@ -106,15 +146,40 @@ class HeadTables:
             if self.held.pop(request_id, None) is not None:
                 self._free.append(self.rows.pop(request_id))
 
-    def announce(self, request_ids: Sequence[str]) -> None:
-        """Announce the requests of the next step, in the order of its rows."""
+    @property
+    def kind(self) -> StepKind:
+        """What the next metadata will be, for the choice of a CUDA graph."""
+        if self._capturing or (self._next is not None and self._next.places is None):
+            return StepKind.CELLS
+        return StepKind.PLAIN if self._next is None else StepKind.SPLIT
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Give metadata of made-up requests cells, as graphs of steps over cells are captured with."""
+        self._capturing = True
+        try:
+            yield
+        finally:
+            self._capturing = False
+
+    def announce(self, request_ids: Sequence[str], lengths: Sequence[int] | np.ndarray) -> None:
+        """Announce the requests of the next step, in the order of its rows. A request without cells of its
+        own is over cells if it fits their tables and another one has cells.
+
+        lengths: tokens of each in the cache after the step, or more
+        """
         self._next = None
         if not self.rows:
             return
-        rows = [self.rows.get(request_id, NOBODY) for request_id in request_ids]
-        if any(rows):
-            ahead = max(self._ahead[row] for row in rows)
-            self._next = to_device(torch.tensor(rows, dtype=torch.int64), self.grid.device), ahead
+        rows = np.array([self.rows.get(request_id, NOBODY) for request_id in request_ids], dtype=np.int64)
+        if not rows.any():
+            return
+        ahead = np.array([self._ahead[row] for row in rows])
+        longest = ahead + lengths
+        fits = longest <= (longest.max() if self.fixed is None else self.fixed)
+        assert not rows[~fits].any(), f"heads of {longest.max()} tokens in tables for {self.fixed}"
+        places = None if fits.all() else np.flatnonzero(fits)
+        self._next = Announced(to_device(rows[fits], self.grid.device), int(ahead.max()), places)
 
     def take(
         self,
@@ -124,34 +189,42 @@ class HeadTables:
         num_tokens: int,
         max_query_len: int,
         max_seq_len: int,
+        host_starts: Tensor | None = None,
     ) -> StepCells | None:
-        """The tables of the step that was announced; None if heads share one table in all its requests, and
-        buffers may move.
+        """The tables of the step that was announced; None if heads share one table in all its requests.
 
         Args:
             block_table:  [N, >= W] int32 blocks as the back-end counts them
             seq_lens:     [N] int32 tokens in the cache
-            query_starts: [N + 1] int32
+            query_starts: [N + 1] int32; host_starts: the same on the host, read where a step is split
             num_tokens:   T, of all requests
         """
         announced, self._next = self._next, None
-        if announced is None and self.fixed is None:
+        self.taken = announced is not None or self._capturing
+        if not self.taken:
             return None
+        device = self.grid.device
+        tokens: Tensor | None = None
+        if announced is not None and announced.places is not None:
+            assert host_starts is not None, "a split step comes with its starts on the host"
+            host, places = host_starts.numpy(), announced.places
+            own = np.concatenate([[0], np.diff(host)[places].cumsum()]).astype(np.int32)
+            at = to_device(places, device)
+            tokens = to_device(np.concatenate([np.arange(*host[i : i + 2]) for i in places]), device)
+            block_table, seq_lens = block_table[at], seq_lens[at]
+            query_starts, num_tokens = to_device(own, device), len(tokens)
         count = seq_lens.shape[0]
-        rows = torch.zeros(count, dtype=torch.int64, device=self.grid.device)
-        ahead = 0
+        rows = torch.zeros(count, dtype=torch.int64, device=device)
+        longest = max_seq_len
         if announced is not None:
-            known, ahead = announced
-            rows[: len(known)] = known
-        longest = max_seq_len + ahead
-        width = blocks_for(longest, self.grid.block_size)
+            rows[: len(announced.rows)] = announced.rows
+            longest += announced.ahead
         if self.fixed is not None:
-            width = min(width, self._tables.shape[-1])
-        tables, lengths = self._fill(rows, block_table, seq_lens, width)
+            longest = self.fixed if self._capturing else min(longest, self.fixed)
+        tables, lengths = self._fill(rows, block_table, seq_lens, blocks_for(longest, self.grid.block_size))
         starts, order = self._queries(query_starts, count, num_tokens, max_query_len)
-        return StepCells(
-            tables, lengths, starts, order, self.grid.num_kv_heads, max_query_len, self.fixed or longest
-        )
+        num_heads = self.grid.num_kv_heads
+        return StepCells(tables, lengths, starts, order, num_heads, max_query_len, longest, tokens)
 
     def _fill(self, rows: Tensor, block_table: Tensor, seq_lens: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Every head's cells [L, N * K, W] and tokens [L, N * K], in the buffers that stay where they are; as
