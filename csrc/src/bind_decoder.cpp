@@ -157,13 +157,20 @@ class DecoderLayer {
     char* to = out_->checked(result, count, out_->outputs());
     nb::gil_scoped_release release;
     static thread_local std::vector<char> sums, wide;
-    char *middle = out_->room(sums, count * out_->outputs()), *gates = out_->room(wide, count * gate_up_->outputs());
-    out_->compute(from, count, added, middle);
-    gate_up_->compute(middle, count, nullptr, gates);
-    down_->compute(gates, count, middle, to);
+    const int64_t size = size_of(out_->type()), most = std::min(count, kSlabRows);
+    char *middle = out_->room(sums, most * out_->outputs()), *gates = out_->room(wide, most * gate_up_->outputs());
+    for (int64_t first = 0; first < count; first += kSlabRows) {
+      const int64_t some = std::min(count - first, kSlabRows), at = first * out_->outputs() * size;
+      out_->compute(from + first * out_->width() * size, some, added + at, middle);
+      gate_up_->compute(middle, some, nullptr, gates);
+      down_->compute(gates, some, middle, to + at);
+    }
   }
 
  private:
+  // Rows of a prompt whose gates lie in memory that is kept: new pages cost as much time as the products.
+  static constexpr int64_t kSlabRows = 512;
+
   std::vector<nb::object> owners_;
   const Projection *qkv_, *out_, *gate_up_, *down_;
   nb::object q_norm_, k_norm_;

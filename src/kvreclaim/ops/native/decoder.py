@@ -271,8 +271,8 @@ def rotate(rows: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> None:
 
 
 class DecoderLayer:
-    """A decoder layer without its attention: for up to MOST_ROWS rows one call before it and one behind it,
-    for more a call for each part."""
+    """A decoder layer without its attention: for packed weights, or up to MOST_ROWS rows, one call before it and
+    one behind it, else a call for each part."""
 
     any_angles = False
     """Whether cos and sin may have another dtype than x."""
@@ -281,6 +281,7 @@ class DecoderLayer:
         self, form: LayerForm, qkv: Projection, out: Projection, gate_up: Projection, down: Projection
     ) -> None:
         self.form, self.qkv, self.out, self.gate_up, self.down = form, qkv, out, gate_up, down
+        self._is_packed = not any(each.is_plain for each in (qkv, out, gate_up, down))
         parts = (each.native for each in (qkv, out, gate_up, down))
         self._native = native().DecoderLayer(*parts, *_native(form.heads))
 
@@ -308,4 +309,4 @@ class DecoderLayer:
         return out
 
     def _is_one_call(self, num_rows: int) -> bool:
-        return num_rows <= MOST_ROWS and self.qkv.own_rows(num_rows) == num_rows
+        return (num_rows <= MOST_ROWS or self._is_packed) and self.qkv.own_rows(num_rows) == num_rows
