@@ -81,6 +81,11 @@ def test_a_completion_is_compressed_and_says_so(server, client, tiny_model):
         counter = f"kvreclaim_{name}_total"
         assert after[counter] - before[counter] == done[name]
     assert after["kvreclaim_compression_seconds_total"] > before["kvreclaim_compression_seconds_total"]
+    assert after["kvreclaim_requests_compressed_total"] == before["kvreclaim_requests_compressed_total"] + 1
+    assert done["promised"] == f"budget {done['budget']}"
+    for name in ("promised", "kept"):
+        counter = f"kvreclaim_{name}_tokens_total"
+        assert after[counter] - before[counter] == done["budget"]
 
 
 def test_one_request_may_switch_it_off(server, client, tiny_model):
