@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvreclaim.compression.policy import CompressionPolicy, Signal
-from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.integrations.vllm.refusals import predicates as find
-from kvreclaim.integrations.vllm.refusals.row import OTHER_MODEL, ConfigRefusal, model_rows, refuse, rows
+from kvreclaim.integrations.vllm.refusals.row import OTHER_MODEL, model_rows, refuse, rows
 from kvreclaim.integrations.vllm.settings.groups import layer_kinds
 from kvreclaim.integrations.vllm.settings.layer_needs import WATCHED
 from kvreclaim.integrations.vllm.settings.options import Options
@@ -122,12 +121,6 @@ CONFIG = (
 )
 SEVERAL_KINDS = rows({find.SPECULATION: UNTESTED, find.ANY_CONNECTOR: UNTESTED})
 RECURRENT = rows({find.V2_RUNNER: f"{UNTESTED}; set VLLM_USE_V2_MODEL_RUNNER=0"})
-STATISTICS = ConfigRefusal(
-    lambda config: "query statistics" if find.has_recurrent(config) else None,
-    "statistics of hybrid models are not tested in the plugin",
-    "leave out stats and name a policy without them, such as shares(keydiff), lagkv or streaming_llm",
-    UnsupportedModelError,
-)
 SIGNALS = rows(
     {
         find.V2_RUNNER: f"{UNTESTED}; set VLLM_USE_V2_MODEL_RUNNER=0, or {_POLICY}",
@@ -173,11 +166,6 @@ def refuse_config(vllm_config: Any) -> None:
             vllm_config,
             f" for a model whose layers are of several kinds (full attention beside {words})",
         )
-
-
-def refuse_statistics(vllm_config: Any) -> None:
-    """Check a model before query statistics are used. Raises: UnsupportedModelError."""
-    refuse((STATISTICS,), vllm_config, " of a model with recurrent layers")
 
 
 def refuse_signals(vllm_config: Any, policy: CompressionPolicy, *, snapshots: bool) -> None:
