@@ -91,17 +91,6 @@ def test_a_hybrid_model_that_names_no_layers_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked",
-    [{"policy": "auto"}, {"policy": "surrogate"}, {"policy": "keydiff", "stats": "some.safetensors"}],
-)
-def test_statistics_are_refused_with_a_policy_that_needs_none(asked: dict[str, Any], lfm2: Path) -> None:
-    with pytest.raises(
-        UnsupportedModelError, match=r"with query statistics of .*recurrent.*shares\(keydiff\)"
-    ):
-        make_config(lfm2, asked)
-
-
-@pytest.mark.parametrize(
     ("policy", "word"),
     [("auto", "policy auto .* has no statistics"), ("surrogate", "needs query statistics .* not loaded")],
 )

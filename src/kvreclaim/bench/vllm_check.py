@@ -105,7 +105,9 @@ def _plain_requests(process: VllmProcess, plain: Row | None) -> Row:
     repeats, or on the side with the plugin those of the side without it."""
     extra = None if plain is None else OFF
     runs = [_answers(process, extra) for _ in range(ROUNDS)]
-    first, expected = runs[0]["tokens"], (plain or {}).get("tokens", runs[-1]["tokens"])
+    first, expected = runs[0]["tokens"], runs[-1]["tokens"]
+    if plain is not None and "tokens" in plain:
+        expected = plain["tokens"]
     return {
         "tokens": first,
         "equal": sum(one == other for one, other in zip(first, expected, strict=True)),
