@@ -45,4 +45,4 @@ def test_what_fails_is_on_the_page(tmp_path: Path) -> None:
     for row in rows:
         assert "exit code 3" in row["verdict"]
         assert row["log"] == "no such card\n"
-    assert vllm_check.check_page(rows).count("no such card |") == 3
+    assert vllm_check.check_page(rows).count("no such card) |") == 3
