@@ -26,7 +26,7 @@ from playwright.sync_api import Page, sync_playwright
 
 from kvreclaim import LLM, real_model
 from kvreclaim.bench.systems.server_process import NAME, VllmServer
-from kvreclaim.bench.vllm_plugin import link_model
+from kvreclaim.bench.systems.worker_process import link_model
 from kvreclaim.engine.serving.client import AsyncEngine
 from kvreclaim.server.base.config import ServerConfig
 from kvreclaim.server.entry.run import Server

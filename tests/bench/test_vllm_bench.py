@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from kvreclaim import demo_model
 from kvreclaim.bench import vllm_plugin
 from kvreclaim.bench.plans import VllmPlan
-from kvreclaim.bench.systems import server_process
+from kvreclaim.bench.systems import server_process, worker_process
 from kvreclaim.cli.main import app
 
 STAND_IN = """#!{python}
@@ -178,7 +178,7 @@ def texts(model: Path, folder: Path, prompts: str, turns: int = 2):
     plan = VllmPlan(model=model, python=Path(sys.executable), prompts=prompts, turns=turns)
     load = vllm_plugin.LOOKUPS if prompts == "lookups" else vllm_plugin.LOADS["serve"]
     linked = folder / "model"
-    vllm_plugin.link_model(model, linked)
+    worker_process.link_model(model, linked)
     assert not (linked / "kvreclaim_stats.safetensors").exists()
     assert (linked / "config.json").is_file()
     made = vllm_plugin.make_prompts(plan, load, linked, folder)

@@ -188,6 +188,8 @@ def test_a_decode_pass_brings_a_request_to_exactly_its_budget() -> None:
     (done,) = ledger.compress([request])
     assert (done.num_tokens, done.keep, done.shift, done.logical_len) == (384, 256, 128, 384)
     assert ledger.figures(request) == {
+        "promised": "budget 256",
+        "budget": 256,
         "tokens_evicted": 128,
         "blocks_freed": 4,
         "compactions": 1,

@@ -1,4 +1,5 @@
-"""A chat's system prompt and tools inside vLLM: counted as our own engine counts, kept as sinks."""
+"""A chat inside vLLM: system prompt and tools are counted as our own engine counts, and kept as sinks; texts
+with kv_drop are cleared."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 
 from kvreclaim.engine.api.chat import num_system_tokens, render_chat
+from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.settings.options import KEY, Options
 from kvreclaim.integrations.vllm.v0_32.chat_side import (
     NUM_SYSTEM,
     _counting,
     _counting_async,
+    cleared,
     protected,
     readable,
 )
@@ -165,3 +168,28 @@ def test_the_operator_may_switch_it_off():
     assert options.as_json()["protect_system"] is False
     settings = options.of_request(None)
     assert protected(SimpleNamespace(extra_args=None), settings, {NUM_SYSTEM: 100}, 32) is settings
+
+
+def test_a_dropped_text_is_cleared_and_all_else_stays() -> None:
+    tool = {"role": "tool", "tool_call_id": "1", "content": "a long list"}
+    before = [SYSTEM, TALK[0], tool, TALK[2]]
+    given = [SYSTEM, {**TALK[0], "kv_drop": None}, {**tool, "kv_drop": "exact"}, TALK[2]]
+    assert cleared(given) == [SYSTEM, TALK[0], {**tool, "content": "[cleared]"}, TALK[2]]
+    assert cleared(before) == before
+
+
+@pytest.mark.parametrize(
+    ("place", "drop", "words"),
+    [
+        (1, "lossy", "messages.1.kv_drop is 'lossy', but inside vLLM no text leaves .* write 'exact'"),
+        (1, True, "messages.1.kv_drop is True, but inside vLLM"),
+        (1, "gone", "messages.1.kv_drop is 'gone', but it must be 'exact'"),
+        (0, "exact", "messages.0.kv_drop is 'exact', but system prompts and tools stay"),
+        (3, "exact", "messages.3.kv_drop is 'exact', but nothing follows this message yet"),
+    ],
+)
+def test_other_drops_are_refused(place: int, drop: object, words: str) -> None:
+    messages = [SYSTEM, *TALK]
+    messages[place] = {**messages[place], "kv_drop": drop}
+    with pytest.raises(InvalidArgumentError, match=words):
+        cleared(messages)

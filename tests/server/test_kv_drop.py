@@ -11,7 +11,7 @@ import web
 from running import MODEL, Running, running_server
 
 from kvreclaim import LLM, SamplingParams
-from kvreclaim.server.shared.drops import PLACEHOLDER
+from kvreclaim.engine.api.chat import PLACEHOLDER
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{{ m.content | trim }};{% endfor %}"

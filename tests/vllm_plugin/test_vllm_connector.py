@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import vllm
 from engines import Answer, Engine, greedy
 from host_connectors import (
     ALL,
@@ -25,9 +24,6 @@ from models import random_prompts
 from oracle import BF16, check_logprobs, full_logprobs, passes_of
 from vllm.v1.request import Request
 
-pytestmark = pytest.mark.skipif(
-    not vllm.__version__.startswith("0.32."), reason="KV connectors are refused with other versions"
-)
 SETTINGS = {"budget": 128, "interval": 64, "sinks": 4, "recent": 32}
 CHUNK, NEW, BLOCK = 256, 90, 32
 

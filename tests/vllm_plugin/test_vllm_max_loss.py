@@ -32,9 +32,15 @@ def test_the_prompts_length_and_the_loss_choose_the_budget(engine: Engine) -> No
     [measured] = engine.generate([short], NEW)
     assert measured.figures["compactions"] > 0
     assert BUDGET <= measured.figures["kv_tokens"] < BUDGET + 128
-    for prompt, settings in ((long, None), (short, {"max_loss": 0.01})):
-        [whole] = engine.generate([prompt], NEW, settings=settings)
-        assert whole.figures == {}
+    assert measured.figures["promised"] == f"max_loss 0.05: {BUDGET} tokens"
+    for prompt, loss in ((long, 0.05), (short, 0.01)):
+        [whole] = engine.generate([prompt], NEW, settings={"max_loss": loss})
+        assert whole.figures["promised"] == f"max_loss {loss}: everything"
+        assert whole.figures["kv_tokens"] == len(prompt) + NEW - 1
+        assert not any(whole.figures[name] for name in ("budget", "tokens_evicted", "compactions"))
+    totals = engine.scheduler.reclaim.totals
+    assert (totals.compressed, totals.whole) == (1, 2)
+    assert totals.kept_tokens == totals.promised_tokens == BUDGET
     [asked] = engine.generate([long], NEW, settings={"budget": 192})
     assert 192 <= asked.figures["kv_tokens"] < 192 + 128
     with pytest.raises(VLLMValidationError, match="content is 'code'"):

@@ -81,6 +81,11 @@ def test_a_completion_is_compressed_and_says_so(server, client, tiny_model):
         counter = f"kvreclaim_{name}_total"
         assert after[counter] - before[counter] == done[name]
     assert after["kvreclaim_compression_seconds_total"] > before["kvreclaim_compression_seconds_total"]
+    assert after["kvreclaim_requests_compressed_total"] == before["kvreclaim_requests_compressed_total"] + 1
+    assert done["promised"] == f"budget {done['budget']}"
+    for name in ("promised", "kept"):
+        counter = f"kvreclaim_{name}_tokens_total"
+        assert after[counter] - before[counter] == done["budget"]
 
 
 def test_one_request_may_switch_it_off(server, client, tiny_model):
@@ -163,6 +168,24 @@ def test_a_prompt_longer_than_the_pool_fits_compressed_only(client):
     assert figures(answer)["kv_tokens"] <= BUDGET + INTERVAL
     with pytest.raises(openai.BadRequestError, match="keeps all its tokens"):
         complete(client, "off", prompt=long, max_tokens=20)
+
+
+def test_a_dropped_text_is_cleared(client):
+    """An answer to a chat with kv_drop is the one to a chat in which the text was never there."""
+    before = [{"role": "user", "content": "a " * 40}, {"role": "assistant", "content": "b"}]
+    last = {"role": "user", "content": "c"}
+
+    def ask(first):
+        asked = {"model": client.models.list().data[0].id, "max_tokens": 8, "temperature": 0}
+        return client.chat.completions.create(messages=[first, before[1], last], **asked)
+
+    dropped, cleared, whole = map(
+        ask, ({**before[0], "kv_drop": "exact"}, {**before[0], "content": "[cleared]"}, before[0])
+    )
+    assert dropped.usage.prompt_tokens == cleared.usage.prompt_tokens < whole.usage.prompt_tokens
+    assert dropped.choices[0].message.content == cleared.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="kv_drop is 'lossy', but inside vLLM"):
+        ask({**before[0], "kv_drop": "lossy"})
 
 
 def test_vllms_own_metrics_are_there(server, client):

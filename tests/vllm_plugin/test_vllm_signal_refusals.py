@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import vllm
 from configs import NGRAM, make_config, make_model
 from test_vllm_refusals import qwen3
 
@@ -17,11 +16,7 @@ from kvreclaim.compression.stats import QueryStats
 from kvreclaim.compression.trial import Trial, TrialOutcome, TrialScore
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.refusals.table import refuse_signals
-from kvreclaim.integrations.vllm.settings import family
 
-pytestmark = pytest.mark.skipif(
-    not vllm.__version__.startswith("0.32."), reason="hooks on layers are refused with other versions"
-)
 SNAPKV = {"policy": "ada_kv(snapkv)", "budget": 256, "interval": 64}
 
 
@@ -55,13 +50,6 @@ def test_sliding_windows_are_refused(tmp_path: Path) -> None:
     config.num_hidden_layers, config.layer_types = 2, ["full_attention", "sliding_attention"]
     with pytest.raises(InvalidArgumentError, match="sliding windows beside a policy that looks at recent"):
         make_config(make_model(tmp_path / "model", config, "Qwen3ForCausalLM"), SNAPKV)
-
-
-def test_0_33_is_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make_config(tiny_model, None)
-    monkeypatch.setattr(family, "find_family", lambda: family.FAMILIES["0.33"])
-    with pytest.raises(InvalidArgumentError, match=r"this version .* hidden states: .* use vLLM 0\.32"):
-        refuse_signals(config, make_policy("shares(kvzap)"), snapshots=False)
 
 
 def test_auto_is_the_best_that_runs_here(tiny_model: Path, tiny_stats: Path, tmp_path: Path) -> None:

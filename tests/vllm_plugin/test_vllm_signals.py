@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import vllm
 from choices import check_choices, watched
 from engines import Answer, Engine
 from models import random_prompts
@@ -21,9 +20,6 @@ from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.model.loader import load_model
 
-pytestmark = pytest.mark.skipif(
-    not vllm.__version__.startswith("0.32."), reason="hooks on layers are refused with other versions"
-)
 SETTINGS = {"budget": 128, "interval": 64, "sinks": 4, "recent": 16}
 BLOCK, CHUNK = 32, 256
 ROUNDED = 0.98

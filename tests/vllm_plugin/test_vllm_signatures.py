@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +18,13 @@ from kvreclaim.errors import UnsupportedVllmError
 from kvreclaim.integrations.vllm.refusals import check, expect, signatures
 from kvreclaim.integrations.vllm.settings import family
 
+POOL = start_check.NEEDED, start_check.PER_BLOCK
+
 
 def test_the_installed_vllm_is_as_expected(capsys: pytest.CaptureFixture[str]) -> None:
     assert check.main([]) == 0
-    printed = capsys.readouterr().out
-    assert "DIFFERS" not in printed
-    assert "source differs" not in printed
-    assert "ok             vllm.v1.core.block_pool:BlockPool.free_blocks(self, ordered_blocks) #" in printed
+    counts = re.findall(r"^(.*): (\d+) of \d+$", capsys.readouterr().out, re.MULTILINE)
+    assert dict(counts) | {check.LEFT_OUT: ""} == dict.fromkeys(check.CHANGES, "0") | {check.LEFT_OUT: ""}
 
 
 def test_every_difference_is_named_at_once(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,24 +56,48 @@ def test_a_changed_front_end_stops_the_configuration_only_if_asked(
     assert make_config(tiny_model, None).scheduler_config.scheduler_cls is None
 
 
-def test_check_prints_what_differs(
+def test_a_page_says_what_another_version_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    """0.32 and 0.33, each read by the other's table, as a next version is read by the newest one."""
+    other = next(name for name in family.FAMILIES if name != family.minor(vllm.__version__))
+    assert check.main(["--against", other]) == 1
+    page = capsys.readouterr().out
+    assert page.startswith(f"vLLM {vllm.__version__} and what kvreclaim ")
+    assert len(page.splitlines()) <= 66
+    moved = f"  {family.FAMILIES[other].pool_check.module}:{start_check.NEEDED}  [front]\n"
+    assert moved in page.partition(f"\n{check.OTHER}")[0]
+    row = "KVCacheManager.get_computed_blocks is (self, request"
+    assert row in page.partition(f"\n{check.OTHER}")[2].partition(f"\n{check.SOURCE}")[0]
+    assert "Scheduler.schedule  [core]" in page.partition(f"\n{check.SOURCE}")[2]
+
+
+def test_an_unknown_version_is_read_by_the_newest_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def get_new_blocks(self: Any, num_blocks: int) -> Any: ...
 
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
     monkeypatch.setattr(BlockPool, "get_new_blocks", get_new_blocks)
     monkeypatch.setattr(BlockPool, "touch", lambda self: None)
-    assert check.main(["--differences"]) == 1
-    printed = capsys.readouterr().out
-    assert "source differs vllm.v1.core.block_pool:BlockPool.get_new_blocks(self, num_blocks)" in printed
-    assert "BlockPool.touch is (self), expected (self, blocks)" in printed
+    monkeypatch.delattr(BlockPool, "evict_blocks")
+    assert check.main([]) == 1
+    page = capsys.readouterr().out
+    assert page.startswith("vLLM 0.99.0 and what kvreclaim ")
+    assert f"of vLLM {list(family.FAMILIES)[-1]}\n" in page
+    gone, other, source = re.split(r"\n(?:other parameters|another source alone): ", page)
+    assert "BlockPool.evict_blocks  [core]" in gone
+    assert "BlockPool.touch is (self), expected (self, blocks)  [core]" in other
+    assert "BlockPool.get_new_blocks  [core]" in source
 
 
-def test_the_printed_table_is_the_one_we_have(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check.main(["--table"]) == 0
-    printed = {line for line in capsys.readouterr().out.splitlines() if line.startswith("vllm.")}
-    ours = {line for line in family.find_family().expected().splitlines() if line.startswith("vllm.")}
-    assert printed == {line for line in ours if "flashinfer" not in line} | (printed & ours)
+def test_the_printed_changes_are_the_ones_we_have(capsys: pytest.CaptureFixture[str]) -> None:
+    first = next(iter(family.FAMILIES))
+    check.main(["--against", first, "--table"])
+    printed = {line for line in capsys.readouterr().out.splitlines() if line.startswith(("vllm.", "- "))}
+    changes = "".join(family.find_family().expected()[1:]).splitlines()
+    ours = {line for line in changes if line.startswith(("vllm.", "- ")) and "flashinfer" not in line}
+    assert printed - ours == set()
+    added = {line.partition("(")[0] for line in ours - printed}
+    assert added == ({f"{start_check.CHECK.module}:{name}" for name in POOL} if ours else set())
 
 
 def test_a_subclass_that_overrides_otherwise_differs() -> None:

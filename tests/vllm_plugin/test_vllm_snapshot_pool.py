@@ -7,20 +7,13 @@ from random import Random
 from typing import Any
 
 import pytest
-import vllm
 from configs import ASKED, make_config
 from simulation import World, make_scheduler
 from test_vllm_scheduler import RUNNERS, SMALL, UNEVEN, model, tokens
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.integrations.vllm.refusals.table import refuse_snapshots
-from kvreclaim.integrations.vllm.settings import family
-from kvreclaim.integrations.vllm.settings.options import Options
 
 __all__ = ["model"]
-pytestmark = pytest.mark.skipif(
-    not vllm.__version__.startswith("0.32."), reason="snapshots are refused with other versions"
-)
 KEPT = {**SMALL, "snapshots": True, "recent": 31}
 CHUNK = 128
 
@@ -114,12 +107,3 @@ def test_beside_snapshots_these_are_refused(options: dict[str, Any], word: str, 
         InvalidArgumentError, match=f'{word} beside "snapshots": .*; remove it or "snapshots"'
     ):
         make_config(tiny_model, {**ASKED, "snapshots": True}, **options)
-
-
-def test_snapshots_are_refused_in_0_33(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make_config(tiny_model, None)
-    monkeypatch.setattr(family, "find_family", lambda: family.FAMILIES["0.33"])
-    with pytest.raises(
-        InvalidArgumentError, match=r'this version of vLLM beside "snapshots": .* use vLLM 0\.32'
-    ):
-        refuse_snapshots(config, Options.read({**ASKED, "snapshots": True}, "the test"))

@@ -8,14 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import vllm
 from engines import Answer, Engine, greedy
 from models import random_prompts
 from oracle import Kept, full_logprobs, logprobs_with_drops, passes_of
 
-pytestmark = pytest.mark.skipif(
-    not vllm.__version__.startswith("0.32."), reason="snapshots are refused with other versions"
-)
 SETTINGS = {"budget": 128, "interval": 64, "sinks": 4, "recent": 32, "snapshots": True}
 BLOCK, POOL = 32, 60
 

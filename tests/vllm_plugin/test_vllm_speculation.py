@@ -18,14 +18,12 @@ from heads import Heads, make_heads
 from models import make_tiny_model, random_prompts
 from oracle import Kept, logprobs_with_drops, passes_of
 
-from kvreclaim.integrations.vllm.settings import family
-
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 SETTINGS = {"budget": 128, "interval": 48, "sinks": 4, "recent": 32}
 OUTPUT = 200
 WANTED: tuple[Any, ...] = (None, {"policy": "streaming_llm", "interval": 33}, {"policy": "knorm"}, "off")
 HEADS = ("eagle", "eagle3", "mtp")
-WAYS = ["ngram"] if family.find_family().drafter is None else ["itself", "small", *HEADS, "ngram"]
+WAYS = ["itself", "small", *HEADS, "ngram"]
 """N-grams last: vLLM makes no engine in a process that has loaded numba."""
 ASYNCHRONOUS = ("small", "mtp")
 PROMPTS = random_prompts((150, 190, 70, 100), seed=11)

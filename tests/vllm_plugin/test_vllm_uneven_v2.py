@@ -9,13 +9,10 @@ import interpreted  # before anything that imports Triton
 
 # isort: split
 import pytest
-import vllm
 from engines import Engine
 from models import random_prompts
 from oracle import check_logprobs, passes_of
 from uneven import check_mixed, compression
-
-SNAPSHOTS = vllm.__version__.startswith("0.32.")
 
 
 @pytest.fixture(scope="module", params=["synchronous", "asynchronous"])
@@ -23,7 +20,7 @@ def engine(request: pytest.FixtureRequest, tiny_model: Path, tiny_stats: Path) -
     interpreted.use_v2_runner()
     made = Engine(
         tiny_model,
-        compression={**compression(tiny_stats, budget=96, interval=32), "snapshots": SNAPSHOTS},
+        compression={**compression(tiny_stats, budget=96, interval=32), "snapshots": True},
         num_blocks=60,
         chunk=128,
         batch=3,
@@ -41,7 +38,6 @@ def test_logprobs_are_those_over_the_tokens_kept(engine: Engine, tiny_model: Pat
     check_mixed(engine, tiny_model, 3, (200, 160, 100, 150))
 
 
-@pytest.mark.skipif(not SNAPSHOTS, reason="snapshots are refused with other versions")
 def test_the_next_turn_begins_with_a_snapshot(engine: Engine, tiny_model: Path) -> None:
     [prompt] = random_prompts((170,), seed=5)
     with engine.traced() as traces:

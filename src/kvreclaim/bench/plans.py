@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvreclaim import demo_model
 from kvreclaim.bench.systems.base import BLOCK_SIZE, SystemSetup
 from kvreclaim.checks import check_choice, require
 from kvreclaim.compression_settings import AUTO, CompressionSettings, parse_budget
@@ -24,6 +26,7 @@ LLAMACPP = {"llamacpp": "f16", "llamacpp:q8_0": "q8_0", "llamacpp:q4_0": "q4_0"}
 """Type of keys and values by the peer's name."""
 ACTIVATIONS = (AUTO, "int16", "int8", "exact")
 VLLM_PYTHON = "Interpreter of vLLM's environment (`make vllm-env`)."
+OWN_VLLM = Path(".vllm-env/bin/python")
 VLLM_CASES = ("small", "large", "serve", "plenty")
 OBJECTIVES = ("ttft", "tpot", "e2el")
 PROMPTS = ("random", "text", "lookups")
@@ -189,8 +192,15 @@ class VllmPlan(ModelPlan):
         128, "Tokens over the budget at which the policy compresses.", low=1, unit=" token"
     )
     stats: Path | None = option(None, "File of query statistics. Default: the model's own.")
-    python: Path = option(Path(".vllm-env/bin/python"), VLLM_PYTHON, flags=("--vllm-python",))
+    python: Path = option(
+        None, f"{VLLM_PYTHON} Default: {OWN_VLLM}, else this one.", flags=("--vllm-python",)
+    )
     threads: int = option(1, THREADS, low=1, high=1024)
+    gpu_check: bool = option(
+        False,
+        "Instead of the cases: what works on this machine's own card, or CPU, as one page. Without --model "
+        "on the demo model.",
+    )
     plot: Path | None = option(None, "Write blocks in use and running requests over time to this image.")
     rate: float = option(4.0, "Requests per second in cases serve and plenty.", low=0.001, high=1000.0)
     turns: int = option(2, "Runs per side.", low=1)
@@ -207,6 +217,10 @@ class VllmPlan(ModelPlan):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", budget_in_tokens(self.budget, ()))
+        if self.gpu_check and self.model == MODEL:
+            object.__setattr__(self, "model", demo_model())
+        if self.python is None:
+            object.__setattr__(self, "python", OWN_VLLM if OWN_VLLM.is_file() else Path(sys.executable))
         super().__post_init__()
         for name in self.cases:
             check_choice("--cases", name, VLLM_CASES)

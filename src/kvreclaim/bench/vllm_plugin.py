@@ -25,11 +25,11 @@ from rich.console import Console
 from kvreclaim.bench.common import Columns, Row, alternate, cells, markdown
 from kvreclaim.bench.plans import VllmPlan
 from kvreclaim.bench.systems.server_process import Gauges, VllmServer
-from kvreclaim.bench.systems.worker_process import kv_bytes_per_token
+from kvreclaim.bench.systems.worker_process import kv_bytes_per_token, link_model
 from kvreclaim.calibrate.lookups import lookup_documents
 from kvreclaim.checks import require
 from kvreclaim.corpora import code, prose
-from kvreclaim.model_paths import STATS_FILE, statistics_beside
+from kvreclaim.model_paths import statistics_beside
 from kvreclaim.outputs import writing
 
 BLOCK_SIZE = 32
@@ -186,14 +186,6 @@ def _server(plan: VllmPlan, load: ServeLoad, model: Path, ours: Row) -> VllmServ
     }
     pool_bytes = load.num_blocks * BLOCK_SIZE * kv_bytes_per_token(plan.model, 2)
     return VllmServer(plan.python, plan.threads, pool_bytes, model, options, plugin=bool(ours))
-
-
-def link_model(model: Path, folder: Path) -> None:
-    """Link the model's files without the statistics, which vLLM would read as weights."""
-    folder.mkdir()
-    for file in model.iterdir():
-        if file.name != STATS_FILE and file.suffix != ".gguf":
-            (folder / file.name).symlink_to(file.resolve())
 
 
 def _turn(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -116,6 +117,8 @@ def serve(plan: Annotated[ServePlan, ConfigOptions(config=ServePlan)], json_file
 @with_config
 def vllm(plan: Annotated[VllmPlan, ConfigOptions(config=VllmPlan)], json_file: Json = None) -> None:
     """Run vLLM with and without the plugin: `vllm bench serve` against servers with equal pools."""
+    if plan.gpu_check:
+        return _gpu_check(plan, json_file)
     with ready(plan.threads):
         from kvreclaim.bench import common, vllm_plugin
 
@@ -126,3 +129,16 @@ def vllm(plan: Annotated[VllmPlan, ConfigOptions(config=VllmPlan)], json_file: J
             publish(rows, [], json_file)
         if plan.plot is not None:
             vllm_plugin.pool_chart(rows, plan.plot)
+
+
+def _gpu_check(plan: VllmPlan, json_file: Path | None) -> None:
+    with ready(plan.threads):
+        from kvreclaim.bench import common, vllm_check
+
+        rows, versions = vllm_check.run(plan, common.wide_console(stderr=True))
+        typer.echo(vllm_check.check_page(rows))
+        page = json_file or vllm_check.PAGE
+        publish(rows, [], page, peer_versions=versions)
+        typer.echo(f"\nWritten to {page}.")
+        if not vllm_check.passed(rows):
+            raise typer.Exit(1)

@@ -49,6 +49,28 @@ class StateView:
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
+    # What transformers before 5.24 reads of a layer's entry in the cache.
+
+    record_past = False
+
+    @property
+    def layers(self) -> StateView:
+        return self
+
+    def __getitem__(self, layer_idx: int) -> StateView:
+        return self
+
+    @property
+    def conv_states(self) -> dict[int, Tensor]:
+        return self._of("conv")
+
+    @property
+    def recurrent_states(self) -> dict[int, Tensor]:
+        return self._of("recurrent")
+
+    def _of(self, kind: str) -> dict[int, Tensor]:
+        return {index: state for (own, index), state in self.states.items() if own == kind}
+
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         """Returns: the inputs of the convolution, those before included; keeps the last ones."""
         size, found = self._sizes["conv", state_idx], conv_states

@@ -99,6 +99,11 @@ def count_states(state: NDArray[np.uint8]) -> dict[str, int]:
 
 MAX_HOLDERS = 12
 """Requests that a row of the tree names, by their places in the table."""
+SHOWN = (
+    *("request_id", "logical_len", "physical_len", "num_blocks"),
+    *("num_evicted", "blocks_freed", "promise"),
+)
+"""Fields of a row of the table."""
 MAX_REQUESTS = 200
 """Rows of the table; a request beyond them is still drawn in the pool."""
 
@@ -178,7 +183,15 @@ def frame_event(snapshot: Snapshot) -> tuple[bytes, bytes]:
         "cells": b64encode(cells.pack()).decode(),
         "blocks": count_states(view.state),
         "requests": [
-            [r.request_id, r.logical_len, r.physical_len, r.num_blocks, r.num_evicted, r.blocks_freed]
+            [
+                r.request_id,
+                r.logical_len,
+                r.physical_len,
+                r.num_blocks,
+                r.num_evicted,
+                r.blocks_freed,
+                r.promise,
+            ]
             for r in view.requests[:MAX_REQUESTS]
         ],
         "num_owners": len(view.requests),

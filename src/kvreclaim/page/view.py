@@ -20,6 +20,7 @@ class RequestView:
 
     num_blocks:  entries of its block tables; a block that several outputs share counts for each
     num_evicted: tokens that each head no longer attends to
+    promise:     what compression was requested to keep, for people
     """
 
     request_id: str
@@ -29,6 +30,7 @@ class RequestView:
     num_blocks: int
     num_evicted: int
     blocks_freed: int
+    promise: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

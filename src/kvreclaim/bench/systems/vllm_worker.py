@@ -25,6 +25,12 @@ Prompts = list[list[int]]
 class Worker:
     """Holds one vLLM engine and the requests of the open point."""
 
+    def platform(self) -> Answer:
+        """Return the kind of device that vLLM runs on, and its name."""
+        from vllm.platforms import current_platform
+
+        return {"device": current_platform.device_type, "card": current_platform.get_device_name()}
+
     def load(self, **options: Any) -> Answer:
         """Start the engine with vLLM's own options. Answers versions, threads, the pool, whether our plugin
         was loaded, and the scheduler."""
@@ -51,7 +57,15 @@ class Worker:
             "num_blocks": self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks,
             "plugin": "kvreclaim.integrations.vllm.entry.plugin" in sys.modules,
             "scheduler": type(self.scheduler).__name__,
+            "block_size": self.runner.cache_config.block_size,
+            "graphs": self.runner.compilation_config.cudagraph_mode.name,
+            "runner": f"{type(self.runner).__module__}.{type(self.runner).__name__}",
+            "attention": sorted({each.get_name() for each in self._backends()}),
         }
+
+    def _backends(self) -> Iterator[Any]:
+        for groups in self.runner.attn_groups:
+            yield from (group.backend for group in groups)
 
     def open(self, *, prompts: Prompts, max_tokens: int, synthetic: bool) -> Answer:
         """Send the prompts and step until each of them has its first token."""
@@ -92,15 +106,23 @@ class Worker:
         self.engine.reset_prefix_cache()
         return {}
 
-    def generate(self, *, prompts: Prompts, max_tokens: int) -> Answer:
-        """Greedy tokens of each prompt."""
-        outputs: dict[int, list[int]] = {}
+    def generate(self, *, prompts: Prompts, max_tokens: int, extra: Answer | None = None) -> Answer:
+        """Greedy tokens of each prompt, the seconds for all, and what the plugin reports of each.
+
+        extra: extra_args of the requests
+        """
+        outputs: dict[int, Any] = {}
+        started = time.perf_counter()
         for i, prompt in enumerate(prompts):
-            self._add(str(i), prompt, max_tokens)
+            self._add(str(i), prompt, max_tokens, extra)
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
-                outputs[int(output.request_id)] = list(output.outputs[0].token_ids)
-        return {"tokens": [outputs[i] for i in range(len(prompts))]}
+                outputs[int(output.request_id)] = output
+        elapsed_s = time.perf_counter() - started
+        found = [outputs[i] for i in range(len(prompts))]
+        reports = [(output.kv_transfer_params or {}).get("kvreclaim") for output in found]
+        tokens = [list(output.outputs[0].token_ids) for output in found]
+        return {"tokens": tokens, "elapsed_s": elapsed_s, "reports": reports}
 
     def prompt_logprobs(self, *, prompts: Prompts) -> Answer:
         """Log-probabilities of all tokens of the prompts but their first, one prompt after the other."""
@@ -117,10 +139,10 @@ class Worker:
             ]
         }
 
-    def _add(self, name: str, prompt: list[int], max_tokens: int) -> None:
+    def _add(self, name: str, prompt: list[int], max_tokens: int, extra: Answer | None = None) -> None:
         from vllm import SamplingParams
 
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
         self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
     @contextmanager

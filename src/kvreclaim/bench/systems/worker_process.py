@@ -19,6 +19,7 @@ from kvreclaim.bench.common import Row
 from kvreclaim.bench.systems.base import CHUNK, Point, Session, SkipPoint, Slice, System, SystemSetup
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
+from kvreclaim.model_paths import STATS_FILE
 
 ANSWER_TIMEOUT_S = 1800.0
 LOOP = Path(__file__).with_name("worker_loop.py")
@@ -218,6 +219,14 @@ def environment(python: Path, threads: int, pool_bytes: int) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "LD_PRELOAD": str(openmp) if threads > 1 and openmp.is_file() else "",
     }
+
+
+def link_model(model: Path, folder: Path) -> None:
+    """Link the model's files without the statistics, which vLLM would read as weights."""
+    folder.mkdir()
+    for file in model.iterdir():
+        if file.name != STATS_FILE and file.suffix != ".gguf":
+            (folder / file.name).symlink_to(file.resolve())
 
 
 def kv_bytes_per_token(model: Path, itemsize: int) -> int:

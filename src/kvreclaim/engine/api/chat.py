@@ -29,6 +29,8 @@ MAX_VARIABLE = 64
 """Characters of a variable's name that a refusal quotes."""
 
 SYSTEM_ROLES = ("system", "developer")
+PLACEHOLDER = "[cleared]"
+"""Replaces a text that is dropped exactly."""
 
 Message = Mapping[str, Any]
 Change = Callable[[list[Any]], list[Any]]

@@ -45,6 +45,7 @@ def _request_view(engine: Engine, request: Request, sequences: list[Sequence]) -
         num_blocks=sum(engine.memory.num_blocks(seq.seq_id) for seq in sequences),
         num_evicted=sum(seq.account.num_evicted for seq in sequences),
         blocks_freed=sum(seq.account.blocks_freed for seq in sequences),
+        promise="" if request.compressor is None else f"budget {request.compressor.budget}",
     )
 
 

@@ -86,11 +86,13 @@ class Row {
     this.numbers = COLUMNS.map((className) => make("td", { className }));
     this.bar = make("span", { className: "bar" }, this.fillBar);
     this.bar.setAttribute("aria-hidden", "true");
-    this.element = make("tr", {}, make("td", {}, this.button, this.bar), ...this.numbers);
+    this.promise = make("small");
+    this.element = make("tr", {}, make("td", {}, this.button, this.promise, this.bar), ...this.numbers);
   }
 
-  fill([, logical, physical, ...others]) {
-    [logical, physical, ...others].forEach((number, i) => {
+  fill([, logical, physical, blocks, evicted, freed, promise]) {
+    if (this.promise.textContent !== promise) this.promise.textContent = promise;
+    [logical, physical, blocks, evicted, freed].forEach((number, i) => {
       const words = whole(number);
       if (this.numbers[i].textContent !== words) this.numbers[i].textContent = words;
     });

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from kvreclaim.engine.api.chat import PLACEHOLDER
 from kvreclaim.server.anthropic.fields import (
     AnthropicTool,
     AnyBlock,
@@ -18,7 +19,7 @@ from kvreclaim.server.anthropic.fields import (
     ToolUseBlock,
 )
 from kvreclaim.server.base.errors import ApiError
-from kvreclaim.server.shared.drops import PLACEHOLDER, DropMarks, check_place
+from kvreclaim.server.shared.drops import DropMarks, check_place
 from kvreclaim.server.shared.tool_prompt import broken_call
 
 ALTERED = "\ue000"

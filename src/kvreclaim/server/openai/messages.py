@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from kvreclaim.engine.api.chat import SYSTEM_ROLES, Change, num_leading_tokens
+from kvreclaim.engine.api.chat import PLACEHOLDER, SYSTEM_ROLES, Change, num_leading_tokens
 from kvreclaim.engine.features.drops.feature import DroppedSpans
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.parsers.json_value import json_object
@@ -17,7 +17,7 @@ from kvreclaim.server.base.errors import ApiError
 from kvreclaim.server.base.fields import MAX_TOOLS, Fields, Listed, described
 from kvreclaim.server.shared.bodies import num_chars
 from kvreclaim.server.shared.calls import check_unique
-from kvreclaim.server.shared.drops import PLACEHOLDER, DropMarks, KVDrop, check_place
+from kvreclaim.server.shared.drops import DropMarks, KVDrop, check_place
 from kvreclaim.server.shared.service import Service, text_of
 from kvreclaim.server.shared.tool_prompt import broken_call
 

@@ -15,9 +15,6 @@ from kvreclaim.server.base.errors import ApiError
 from kvreclaim.server.base.fields import described
 from kvreclaim.server.shared.service import Service
 
-PLACEHOLDER = "[cleared]"
-"""Replaces a text that is dropped exactly."""
-
 KVDrop = Annotated[
     Literal["lossy", "exact"] | None,
     BeforeValidator(

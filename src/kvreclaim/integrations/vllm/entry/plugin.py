@@ -92,14 +92,11 @@ def configure(config: Any) -> None:
     table.refuse_config(config)
 
     def look(make: bool) -> str | None:
-        table.refuse_statistics(config)
         return find_statistics(ModelToLoad.of_config(config), make)
 
     serves = partial(table.refuse_signals, config)
     options = Options.find(config.additional_config, os.environ, look, serves)
     assert options is not None
-    if options.stats is not None:
-        table.refuse_statistics(config)
     table.refuse_snapshots(config, options)
     check_cache_dtype(options.settings, config)
     # Options of the environment reach every process; the caller's object stays as it is.

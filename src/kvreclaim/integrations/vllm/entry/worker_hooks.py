@@ -106,7 +106,7 @@ class WorkerHooks(CentringHooks):
 
             watch = family.module("signals").watch_layers(worker.model_runner, options.watched)
             return partial(SignalApplier, watch)
-        if worker.vllm_config.speculative_config is None or family.find_family().drafter is None:
+        if worker.vllm_config.speculative_config is None:
             return Applier
         with torch.inference_mode():
             found = family.module("drafter").adopt_drafter(worker.model_runner, rows)

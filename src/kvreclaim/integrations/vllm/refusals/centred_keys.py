@@ -39,7 +39,7 @@ CONFIG = (
             find.other_cache_dtype(*QUANTISED): f"{UNTESTED}; {_DTYPES}",
             find.ANY_CONNECTOR: "blocks of other processes may have other centres, and vLLM's hashes do not "
             "tell them apart",
-            find.other_drafter(lambda: BY_TOKENS): "drafters with layers of their own are not tested; use "
+            find.other_drafter(BY_TOKENS): "drafters with layers of their own are not tested; use "
             f"{BY_TOKENS[0]}",
             find.PIPELINE: "the model is run on one token to find its rotation, which needs all layers; use "
             "--tensor-parallel-size",

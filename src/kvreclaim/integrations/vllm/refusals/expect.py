@@ -70,22 +70,29 @@ class Names:
         return f"{self.where} has no {', '.join(missing)}" if missing else None
 
 
-def read_table(text: str) -> dict[str, tuple[Function | Names, ...]]:
-    """Rows by [section]: `module:function(parameters) #digest`, `module:class has names`; # a comment."""
-    sections: dict[str, list[Function | Names]] = {}
-    rows: list[Function | Names] = []
-    for line in text.splitlines():
-        if not line or line.startswith("#"):
-            continue
+def read_table(*texts: str) -> dict[str, tuple[Function | Names, ...]]:
+    """Rows by [section]: `module:function(parameters) #digest`, `module:class has names`; # a comment.
+
+    texts: a table, and changes to it: rows that replace or add, and `- module:name` for a row that is gone
+    """
+    sections: dict[str, dict[tuple[type, str], Function | Names]] = {}
+    for line in (line for text in texts for line in text.splitlines()):
         if line.startswith("["):
-            rows = sections.setdefault(line.strip("[]"), [])
-        elif " has " in line:
-            rows.append(Names(*line.split(" has ")))
-        else:
-            where, rest = line.split("(", 1)
-            parameters, digest = rest.rsplit(") #", 1)
-            rows.append(Function(where, parameters, digest))
-    return {name: tuple(rows) for name, rows in sections.items()}
+            rows = sections.setdefault(line.strip("[]"), {})
+        elif line.startswith("- "):
+            for kind in (Function, Names):
+                rows.pop((kind, line[2:]), None)
+        elif line and not line.startswith("#"):
+            row = _read(line)
+            rows[type(row), row.where] = row
+    return {name: tuple(rows.values()) for name, rows in sections.items()}
+
+
+def _read(line: str) -> Function | Names:
+    if " has " in line:
+        return Names(*line.split(" has "))
+    where, rest = line.split("(", 1)
+    return Function(where, *rest.rsplit(") #", 1))
 
 
 def check(rows: Iterable[Function | Names]) -> None:

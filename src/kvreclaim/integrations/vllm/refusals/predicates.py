@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
-from kvreclaim.integrations.vllm.settings import family
 from kvreclaim.integrations.vllm.settings.groups import layer_kinds
 
 Predicate = Callable[[Any], str | None]
@@ -74,17 +73,12 @@ def both(first: Predicate, second: Predicate, words: str) -> Predicate:
     return lambda config: words if first(config) and second(config) else None
 
 
-def untested(feature: str) -> Predicate:
-    """Find a version of vLLM in which a feature of the plugin is not tested."""
-    return lambda _: None if getattr(family.find_family(), feature) else "this version of vLLM"
-
-
-def other_drafter(known: Callable[[], Collection[str]]) -> Predicate:
+def other_drafter(known: Collection[str]) -> Predicate:
     """Find a method of speculative decoding that is not among these."""
 
     def find(config: Any) -> str | None:
         speculative = config.speculative_config
-        if speculative is None or speculative.method in known():
+        if speculative is None or speculative.method in known:
             return None
         return f"method {speculative.method!r} of --speculative-config"
 
@@ -140,11 +134,9 @@ def connector(*names: str) -> Predicate:
 
 def other_connector(config: Any) -> str | None:
     """Find a KV connector that is not tested."""
-    import vllm
-
     for name, place in connectors(config):
-        if place or name not in CONNECTORS or not vllm.__version__.startswith("0.32."):
-            return f"the KV connector {name} of {place or f'vLLM {vllm.__version__}'}"
+        if place or name not in CONNECTORS:
+            return f"the KV connector {name} of {place or 'vLLM'}"
     return None
 
 

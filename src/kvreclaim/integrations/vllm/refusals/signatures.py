@@ -14,8 +14,8 @@ from kvreclaim.integrations.vllm.settings.family import find_family
 
 
 def sections() -> dict[str, tuple[expect.Function | expect.Names, ...]]:
-    """The rows of the family's expected.txt by section. Raises: UnsupportedVllmError."""
-    return expect.read_table(find_family().expected())
+    """The rows of the family's tables by section. Raises: UnsupportedVllmError."""
+    return expect.read_table(*find_family().expected())
 
 
 def check_front() -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvreclaim.compression.policy import CompressionPolicy, Signal
-from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.integrations.vllm.refusals import predicates as find
-from kvreclaim.integrations.vllm.refusals.row import OTHER_MODEL, ConfigRefusal, model_rows, refuse, rows
-from kvreclaim.integrations.vllm.settings import family
+from kvreclaim.integrations.vllm.refusals.row import OTHER_MODEL, model_rows, refuse, rows
 from kvreclaim.integrations.vllm.settings.groups import layer_kinds
 from kvreclaim.integrations.vllm.settings.layer_needs import WATCHED
 from kvreclaim.integrations.vllm.settings.options import Options
@@ -19,11 +17,11 @@ WINDOW = "the window is counted in cache slots, which compression changes"
 DISTANCES = "it takes distances from the place in the cache, which compression changes"
 _DRAFTER = (
     "its drafter counts cache slots by positions, which compression changes, or it is not tested; use "
-    f"{' or '.join(BY_TOKENS)}, or with vLLM 0.32 {' or '.join(WITH_LAYERS)}"
+    f"{' or '.join(BY_TOKENS + WITH_LAYERS)}"
 )
 _SPLIT = "a compressed request's tokens are no longer where their positions say, which the split goes by"
 _DTYPES = f"use one of {', '.join(find.CACHE_DTYPES)}"
-_CONNECTORS = f"use {', '.join(find.CONNECTORS)} or a MultiConnector of these, with vLLM 0.32"
+_CONNECTORS = f"use {', '.join(find.CONNECTORS)} or a MultiConnector of these"
 _WHOLE_PROMPTS = (
     *("NixlConnector", "NixlPullConnector", "NixlPushConnector"),
     *("MooncakeConnector", "MoRIIOConnector"),
@@ -31,21 +29,9 @@ _WHOLE_PROMPTS = (
 _POLICY = "take a policy without these, such as surrogate or knorm"
 
 
-def _drafters() -> tuple[str, ...]:
-    """Methods of speculative decoding that work with compression in this version."""
-    return BY_TOKENS if family.find_family().drafter is None else BY_TOKENS + WITH_LAYERS
-
-
 def _same_files(config: Any) -> str | None:
     found, size = find.connector("ExampleConnector")(config), config.parallel_config.tensor_parallel_size
     return f"{found} and --tensor-parallel-size {size}" if found and size > 1 else None
-
-
-def _unknown_dtype(config: Any) -> str | None:
-    """Find a dtype that is not known in this version."""
-    dtype = config.cache_config.cache_dtype
-    known = dtype in find.CACHE_DTYPES and (dtype not in find.SLOT_DTYPES or family.find_family().slots)
-    return None if known else f"--kv-cache-dtype {dtype} in this version of vLLM"
 
 
 def _hybrid(config: Any) -> str | None:
@@ -61,7 +47,7 @@ def _dual_chunk(config: Any) -> str | None:
 CONFIG = (
     *rows(
         {
-            find.other_drafter(_drafters): _DRAFTER,
+            find.other_drafter(BY_TOKENS + WITH_LAYERS): _DRAFTER,
             **{
                 find.optional(f"speculative_config.{name}", f"{name} in --speculative-config"): UNTESTED
                 for name in ("parallel_drafting", "use_heterogeneous_vocab", "disable_padded_drafter_batch")
@@ -104,7 +90,7 @@ CONFIG = (
             f"in an order that the GPU's kernel chooses; {_DTYPES}",
             find.cache_dtype("fp8_ds_mla", "nvfp4_ds_mla"): "a slot holds the latent of MLA instead of keys "
             f"and values per head; {_DTYPES}",
-            _unknown_dtype: f"{UNTESTED}; {_DTYPES}",
+            find.other_cache_dtype(*find.CACHE_DTYPES): f"{UNTESTED}; {_DTYPES}",
         }
     ),
     *model_rows(
@@ -133,23 +119,10 @@ CONFIG = (
         }
     ),
 )
-SEVERAL_KINDS = rows(
-    {
-        find.untested("groups"): f"{UNTESTED}; use vLLM 0.32",
-        find.SPECULATION: UNTESTED,
-        find.ANY_CONNECTOR: UNTESTED,
-    }
-)
+SEVERAL_KINDS = rows({find.SPECULATION: UNTESTED, find.ANY_CONNECTOR: UNTESTED})
 RECURRENT = rows({find.V2_RUNNER: f"{UNTESTED}; set VLLM_USE_V2_MODEL_RUNNER=0"})
-STATISTICS = ConfigRefusal(
-    lambda config: "query statistics" if find.has_recurrent(config) else None,
-    "statistics of hybrid models are not tested in the plugin",
-    "leave out stats and name a policy without them, such as shares(keydiff), lagkv or streaming_llm",
-    UnsupportedModelError,
-)
 SIGNALS = rows(
     {
-        find.untested("signals"): f"{UNTESTED}; use vLLM 0.32, or {_POLICY}",
         find.V2_RUNNER: f"{UNTESTED}; set VLLM_USE_V2_MODEL_RUNNER=0, or {_POLICY}",
         find.absent("model_config.enforce_eager", "torch.compile and CUDA graphs"): "hooks on the layers do "
         f"not run in them; add --enforce-eager, or {_POLICY}",
@@ -166,7 +139,6 @@ SIGNALS_AND_SNAPSHOTS = rows(
 )
 SNAPSHOTS = rows(
     {
-        find.untested("snapshots"): f'{UNTESTED}; use vLLM 0.32, or remove "snapshots"',
         find.absent("cache_config.enable_prefix_caching", "--no-enable-prefix-caching"): (
             "snapshots are found by the hashes of prefix caching"
         ),
@@ -194,11 +166,6 @@ def refuse_config(vllm_config: Any) -> None:
             vllm_config,
             f" for a model whose layers are of several kinds (full attention beside {words})",
         )
-
-
-def refuse_statistics(vllm_config: Any) -> None:
-    """Check a model before query statistics are used. Raises: UnsupportedModelError."""
-    refuse((STATISTICS,), vllm_config, " of a model with recurrent layers")
 
 
 def refuse_signals(vllm_config: Any, policy: CompressionPolicy, *, snapshots: bool) -> None:

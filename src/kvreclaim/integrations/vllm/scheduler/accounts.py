@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.integrations.vllm.scheduler.passes import Counts
+from kvreclaim.integrations.vllm.settings.max_loss import budget_text
 from kvreclaim.schedule import EvictionCounters, Footprint
 from kvreclaim.schedule.budget.ledger import LedgerPool
 
@@ -52,13 +53,34 @@ class PlacedPool(LedgerPool[str], Protocol):
 
 @dataclass(slots=True, eq=False)
 class RequestAccount:
-    """A request: its settings (None: not compressed), its cache, and the totals of its passes. A preemption
-    resets its account, not its counts."""
+    """A request: its settings (None: everything is kept), its cache, and the totals of its passes. A
+    preemption resets its account, not its counts.
+
+    promise: what was requested; None: no compression. Its prompt makes settings of it
+    kept:    tokens that its last pass has left; 0 before the first one
+    """
 
     settings: CompressionConfig | None
     footprint: Footprint
+    promise: CompressionConfig | None = None
+    kept: int = 0
     account: EvictionCounters = field(default_factory=EvictionCounters)
     counts: Counts = field(default_factory=Counts)
+
+    @property
+    def budget(self) -> int | None:
+        """Return the tokens that passes leave; None if everything is kept."""
+        return None if self.settings is None else self.settings.budget
+
+    @property
+    def in_words(self) -> str:
+        """Return what was requested for people, with the budget that the prompt has made of it."""
+        if self.promise is None:
+            return ""
+        given = budget_text(self.promise)
+        if not self.promise.is_of_prompt:
+            return given
+        return f"{given}: {'everything' if self.budget is None else f'{self.budget} tokens'}"
 
 
 @dataclass(frozen=True, slots=True)

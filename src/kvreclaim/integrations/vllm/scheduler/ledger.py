@@ -116,6 +116,7 @@ class Ledger:
             return False
         for counts in (record.counts, self.totals):
             counts.add(done)
+        record.kept = done.keep
         self._passes.append(done)
         return True
 
@@ -204,16 +205,19 @@ class Ledger:
         self.totals.snapshot_tokens += num_tokens if is_prompt else request.num_prompt_tokens
 
     def close(self, request_id: str) -> None:
-        self.records.pop(request_id, None)
+        record = self.records.pop(request_id, None)
+        if record is not None and record.promise is not None:
+            self.totals.end(record.budget, record.kept)
 
     def figures(self, request: VllmRequest) -> dict[str, int] | None:
         """Return figures of the request's compression, also from before a preemption; None: it is off."""
         record = self._record(request)
-        if record.settings is None:
+        if record.promise is None:
             return None
         settled = request.num_computed_tokens - request.num_output_placeholders
         live = settled - record.account.num_evicted
-        return asdict(record.counts) | {"kv_tokens": live}
+        promise = {"promised": record.in_words, "budget": record.budget}
+        return promise | asdict(record.counts) | {"kv_tokens": live}
 
     def caps(self, request: VllmRequest) -> Caps | None:
         """Return the request's caps; None if it may hold its whole length."""
@@ -280,16 +284,16 @@ class Ledger:
         exception would end the engine."""
         params = request.sampling_params
         try:
-            settings = self.options.of_request(None if params is None else params.extra_args)
-            settings = self.options.of_prompt(settings, request.num_prompt_tokens, self.block_size)
+            promise = self.options.of_request(None if params is None else params.extra_args)
+            settings = self.options.of_prompt(promise, request.num_prompt_tokens, self.block_size)
         except InvalidArgumentError as error:
             logger.error("request %s is not compressed: %s", request.request_id, error)
-            settings = None
+            promise = settings = None
         if settings is None:
-            return RequestAccount(None, self._plain)
+            return RequestAccount(None, self._plain, promise)
         settings = settings.in_blocks(self.block_size)
         window = max(1, query_window(settings.make_policy(), self.block_size))
-        return RequestAccount(settings, replace(settings.footprint(self._plain), window=window))
+        return RequestAccount(settings, replace(settings.footprint(self._plain), window=window), promise)
 
     def _held(self, request_id: str) -> int:
         """Return the blocks that a known request holds."""

@@ -41,8 +41,24 @@ class Counts:
 
 @dataclass(slots=True)
 class Totals(Counts):
-    """Sums since the start. seconds: of the worker of rank 0; snapshot_tokens: of prompts, that were not
-    computed because a snapshot has them."""
+    """Sums since the start.
+
+    seconds:         of the worker of rank 0
+    snapshot_tokens: of prompts, that were not computed because a snapshot has them
+    compressed, whole: requests with compression that have ended with and without a pass
+    promised_tokens: budgets of the compressed ones; kept_tokens: what their last passes have left
+    """
 
     seconds: float = 0.0
     snapshot_tokens: int = 0
+    compressed: int = 0
+    whole: int = 0
+    promised_tokens: int = 0
+    kept_tokens: int = 0
+
+    def end(self, promised: int | None, kept: int) -> None:
+        """Count a request with compression. kept: 0 without a pass."""
+        self.whole += not kept
+        self.compressed += bool(kept)
+        self.promised_tokens += (promised or 0) * bool(kept)
+        self.kept_tokens += kept

@@ -11,7 +11,7 @@ from types import ModuleType
 from kvreclaim.errors import UnsupportedVllmError
 
 _V32 = "kvreclaim.integrations.vllm.v0_32"
-_V33 = "kvreclaim.integrations.vllm.v0_33"
+_ROOM = files("kvreclaim.integrations.vllm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class PoolCheck:
 class VllmFamily:
     """The modules for one minor version of vLLM. If two versions agree, both name the older one's.
 
-    package:    has expected.txt, the names of this version
+    tables:     the names of this version: a whole table, and one with the changes of each later version
     pool_check: see there
     front:      configuration, metrics, a request's own settings
     scheduler:  the hooks of the schedulers, the block pool and the tables
@@ -39,14 +39,12 @@ class VllmFamily:
     probing:    the model's layers and their rotation
     cells:      attention over cells, for unequal heads
     centring:   layers that store centred and scaled keys
-    drafter:    drafters with layers of their own; None: not tested
-    groups:     whether full attention together with sliding windows is tested
-    slots:      whether KV dtypes with scales in their slots are tested
-    snapshots:  the module that keeps them, where that is tested
-    signals:    hooks on the layers, where they are tested
+    drafter:    drafters with layers of their own
+    snapshots:  compressed prefixes for later requests
+    signals:    hooks on the layers
     """
 
-    package: str
+    tables: tuple[str, ...]
     pool_check: PoolCheck
     front: str = f"{_V32}.front_side"
     scheduler: str = f"{_V32}.scheduler_side"
@@ -55,30 +53,26 @@ class VllmFamily:
     probing: str = f"{_V32}.probing"
     cells: str = f"{_V32}.cells_side"
     centring: str = f"{_V32}.centring_side"
-    drafter: str | None = f"{_V32}.draft_side"
-    groups: bool = True
-    slots: bool = True
-    snapshots: str | None = f"{_V32}.snapshot_side"
-    signals: str | None = f"{_V32}.signal_side"
+    drafter: str = f"{_V32}.draft_side"
+    snapshots: str = f"{_V32}.snapshot_side"
+    signals: str = f"{_V32}.signal_side"
 
-    def expected(self) -> str:
-        """The text of its expected.txt."""
-        return files(self.package).joinpath("expected.txt").read_text(encoding="utf-8")
+    def expected(self) -> tuple[str, ...]:
+        """The texts of its tables."""
+        return tuple(_ROOM.joinpath(table).read_text(encoding="utf-8") for table in self.tables)
 
 
 FAMILIES = {
-    "0.32": VllmFamily(_V32, PoolCheck("vllm.v1.core.kv_cache_utils", "_pool_bytes_per_block")),
+    "0.32": VllmFamily(
+        ("v0_32/expected.txt",), PoolCheck("vllm.v1.core.kv_cache_utils", "_pool_bytes_per_block")
+    ),
     "0.33": VllmFamily(
-        _V33,
+        ("v0_32/expected.txt", "v0_33/changes.txt"),
         # The bytes of a block come from its builder, which platforms may replace.
         PoolCheck("vllm.v1.core.kv_cache_planning", "_pool_bytes_per_block_from_builder"),
-        drafter=None,
-        groups=False,
-        slots=False,
-        snapshots=None,
-        signals=None,
     ),
 }
+NEWEST = "0.33"
 
 
 def module(side: str) -> ModuleType:
@@ -98,12 +92,12 @@ def is_known() -> bool:
     """Return whether the installed vLLM has a family."""
     import vllm
 
-    return _minor(vllm.__version__) in FAMILIES
+    return minor(vllm.__version__) in FAMILIES
 
 
 def family_of(vllm_version: str) -> VllmFamily:
     """Raises: UnsupportedVllmError."""
-    family = FAMILIES.get(_minor(vllm_version))
+    family = FAMILIES.get(minor(vllm_version))
     if family is None:
         raise UnsupportedVllmError(
             f"kvreclaim {version('kvreclaim')} does not know vLLM {vllm_version}; known: {supported()}. "
@@ -118,5 +112,6 @@ def supported() -> str:
     return ", ".join(f"{family}.*" for family in FAMILIES)
 
 
-def _minor(vllm_version: str) -> str:
+def minor(vllm_version: str) -> str:
+    """Return the version without its last number, as FAMILIES has it."""
     return ".".join(vllm_version.split(".")[:2])

@@ -70,5 +70,7 @@ def check_cache_dtype(settings: CompressionConfig, config: Any) -> None:
 
 def budget_text(settings: CompressionConfig) -> str:
     """Describe the budget or the setting that chooses it."""
-    budget, loss = settings.budget_share or settings.budget, settings.max_loss
-    return f"budget {budget}" if loss is None else f"max_loss {loss} (a request may keep everything)"
+    if settings.max_loss is not None:
+        return f"max_loss {settings.max_loss}"
+    share = settings.budget_share
+    return f"budget {settings.budget}" if share is None else f"budget {100 * share:.4g}%"

@@ -1,4 +1,5 @@
-"""A chat's system prompt and tools: counted where vLLM renders the chat, kept as sinks of its request."""
+"""Chats where vLLM renders them: system prompt and tools are counted, to be kept as sinks of the request, and
+texts with kv_drop are cleared."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.engine.api.chat import SYSTEM_ROLES, num_shared
+from kvreclaim.engine.api.chat import PLACEHOLDER, SYSTEM_ROLES, num_shared
+from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.integrations.vllm.settings.enabled import is_enabled
 from kvreclaim.integrations.vllm.settings.options import KEY, as_plain
 from kvreclaim.integrations.vllm.settings.patching import wrap
@@ -16,6 +18,8 @@ from kvreclaim.integrations.vllm.settings.patching import wrap
 logger = logging.getLogger("vllm.kvreclaim")
 NUM_SYSTEM = "kvreclaim_num_system"
 """Key in a rendered chat: its leading tokens that are system prompt and tools."""
+DROP = "kv_drop"
+"""Field of a message: its text is cleared."""
 
 
 def install() -> None:
@@ -43,7 +47,7 @@ def _counting(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if not is_enabled(self.config.additional_config, {}):
             return original(self, conversations, chat_params, tok_params, **kwargs)
-        conversations = [readable(messages) for messages in conversations]
+        conversations = [_without_dropped(readable(messages)) for messages in conversations]
         rendered, prompts = original(self, conversations, chat_params, tok_params, **kwargs)
         for messages, prompt in zip(conversations, prompts, strict=True):
             if has_system(messages, chat_params):
@@ -61,7 +65,7 @@ def _counting_async(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if not is_enabled(self.config.additional_config, {}):
             return await original(self, conversations, chat_params, tok_params, **kwargs)
-        conversations = [readable(messages) for messages in conversations]
+        conversations = [_without_dropped(readable(messages)) for messages in conversations]
         rendered, prompts = await original(self, conversations, chat_params, tok_params, **kwargs)
         for messages, prompt in zip(conversations, prompts, strict=True):
             if has_system(messages, chat_params):
@@ -80,6 +84,44 @@ def readable(messages: Sequence[Any]) -> list[Any]:
         else {**message, "content": list(message["content"])}
         for message in messages
     ]
+
+
+def _without_dropped(messages: Sequence[Any]) -> list[Any]:
+    """Return cleared(messages). Raises: VLLMValidationError, HTTP 400."""
+    try:
+        return cleared(messages)
+    except InvalidArgumentError as error:
+        from vllm.exceptions import VLLMValidationError
+
+        raise VLLMValidationError(str(error), parameter=DROP) from None
+
+
+def cleared(messages: Sequence[Any]) -> list[Any]:
+    """Return messages with PLACEHOLDER instead of texts with kv_drop. Raises: InvalidArgumentError."""
+    return [
+        _cleared(message, f"messages.{index}.{DROP}", index == len(messages) - 1)
+        if isinstance(message, Mapping) and DROP in message
+        else message
+        for index, message in enumerate(messages)
+    ]
+
+
+def _cleared(message: Mapping[str, Any], name: str, is_last: bool) -> dict[str, Any]:
+    drop, rest = message[DROP], {key: value for key, value in message.items() if key != DROP}
+    if drop is None or drop is False:
+        return rest
+    problem = None
+    if drop is True or drop == "lossy":
+        problem = "inside vLLM no text leaves a cache that is already computed; write 'exact', or remove it"
+    elif drop != "exact":
+        problem = "it must be 'exact'"
+    elif _is_system(message):
+        problem = "system prompts and tools stay; remove it"
+    elif is_last:
+        problem = "nothing follows this message yet; drop it in a later turn"
+    if problem is not None:
+        raise InvalidArgumentError(f"{name} is {drop!r}, but {problem}.", field=DROP)
+    return {**rest, "content": PLACEHOLDER}
 
 
 def has_system(messages: Sequence[Any], chat_params: Any) -> bool:

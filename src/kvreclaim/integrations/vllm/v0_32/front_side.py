@@ -48,6 +48,16 @@ COUNTERS = {
         "Prompt tokens that were not computed because a snapshot has what compression kept of them.",
     ),
     "seconds": ("kvreclaim_compression_seconds", "Time that the worker of rank 0 spent compressing."),
+    "compressed": ("kvreclaim_requests_compressed", "Requests with compression that ended after a pass."),
+    "whole": (
+        "kvreclaim_requests_whole",
+        "Requests with compression that ended without a pass: short ones, or all is kept for max_loss.",
+    ),
+    "promised_tokens": ("kvreclaim_promised_tokens", "Budgets of the compressed requests that ended."),
+    "kept_tokens": (
+        "kvreclaim_kept_tokens",
+        "Tokens, per layer and KV head, that the last passes of these requests left.",
+    ),
 }
 """Name of a figure in Totals -> counter and its help."""
 

@@ -100,4 +100,5 @@ def _request(ledger: Ledger, request: Any, num_blocks: int) -> RequestView:
         num_blocks=num_blocks,
         num_evicted=evicted,
         blocks_freed=record.counts.blocks_freed if record is not None else 0,
+        promise=record.in_words if record is not None else "",
     )

@@ -14,6 +14,7 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvreclaim.errors import UnsupportedModelError
@@ -159,7 +160,11 @@ def record(runner: Any, layers: Sequence[Attention], remedy: str = WITHOUT_STATI
     name = runner.model_config.model
     positions = torch.tensor(POSITIONS, device=runner.device)
     try:
-        with _recording(layers) as recorders, _context(runner.vllm_config):
+        with (
+            _recording(layers) as recorders,
+            _without_states(runner.vllm_config),
+            _context(runner.vllm_config),
+        ):
             token = _token(runner)
             _without_adapters(runner, len(POSITIONS))
             model(input_ids=token, positions=positions)
@@ -188,6 +193,25 @@ def _recording(layers: Sequence[Attention]) -> Iterator[list[AttentionRecorder]]
     finally:
         for layer, (impl, query_quant, kind) in zip(layers, before, strict=True):
             layer.impl, layer.query_quant, layer.__class__ = impl, query_quant, kind
+
+
+@contextmanager
+def _without_states(vllm_config: Any) -> Iterator[None]:
+    """Let recurrent layers answer zeros: without a state some leave their answers unwritten."""
+    layers = get_layers_from_vllm_config(vllm_config, MambaBase).values()
+    handles = [layer.register_forward_hook(_zero, with_kwargs=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _zero(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor | None) -> None:
+    """Zero the answer: what a layer returns, or writes into its last argument."""
+    if result is None:
+        result = kwargs["output"] if "output" in kwargs else args[-1]
+    result.zero_()
 
 
 def _context(vllm_config: Any) -> Any:

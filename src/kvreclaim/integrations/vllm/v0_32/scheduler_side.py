@@ -230,7 +230,7 @@ class SchedulerHooks:
             family.module("snapshots").adopt_snapshots(self)
         connector = self.connector  # type: ignore[attr-defined]
         if connector is not None:
-            from kvreclaim.integrations.vllm.v0_32.connector_side import adopt_connector  # not for 0.33
+            from kvreclaim.integrations.vllm.v0_32.connector_side import adopt_connector
 
             adopt_connector(connector, self.reclaim)
         self._reported = replace(self.reclaim.totals)
