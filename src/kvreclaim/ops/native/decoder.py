@@ -271,8 +271,8 @@ def rotate(rows: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> None:
 
 
 class DecoderLayer:
-    """A decoder layer without its attention: for packed weights, and for up to MOST_ROWS rows, one call before
-    it and one behind it, else a call for each part."""
+    """A decoder layer without its attention: for packed weights, and for up to MOST_ROWS rows, one call
+    before it and one behind it, else a call for each part."""
 
     any_angles = False
     """Whether cos and sin may have another dtype than x."""
