@@ -7,6 +7,7 @@ import zlib
 from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -99,9 +100,8 @@ def count_states(state: NDArray[np.uint8]) -> dict[str, int]:
 
 MAX_HOLDERS = 12
 """Requests that a row of the tree names, by their places in the table."""
-SHOWN = (
-    *("request_id", "logical_len", "physical_len", "num_blocks"),
-    *("num_evicted", "blocks_freed", "promise"),
+SHOWN = attrgetter(
+    *("request_id", "logical_len", "physical_len", "num_blocks", "num_evicted", "blocks_freed", "promise")
 )
 """Fields of a row of the table."""
 MAX_REQUESTS = 200
@@ -182,18 +182,7 @@ def frame_event(snapshot: Snapshot) -> tuple[bytes, bytes]:
         "group": cells.group,
         "cells": b64encode(cells.pack()).decode(),
         "blocks": count_states(view.state),
-        "requests": [
-            [
-                r.request_id,
-                r.logical_len,
-                r.physical_len,
-                r.num_blocks,
-                r.num_evicted,
-                r.blocks_freed,
-                r.promise,
-            ]
-            for r in view.requests[:MAX_REQUESTS]
-        ],
+        "requests": [SHOWN(request) for request in view.requests[:MAX_REQUESTS]],
         "num_owners": len(view.requests),
         "num_spared": snapshot.sharing.num_spared,
         "sharing": [
