@@ -179,7 +179,8 @@ def check_frames(frames: list[dict[str, Any]], delivered: list[dict[str, Any]]) 
         assert (blocks["in_use"], blocks["shared"]) == (pool["alone"], pool["shared"])
         assert {each[0]: each[3] for each in frame["requests"]} == pool["held"]
         assert {each[0]: each[1] for each in frame["requests"]} == pool["computed"]
-        for index, (_, logical, physical, held, evicted, _) in enumerate(frame["requests"]):
+        for index, (_, logical, physical, held, evicted, _, promise) in enumerate(frame["requests"]):
+            assert promise.startswith("budget ") or (promise == "" and evicted == 0)
             assert physical == logical - evicted
             assert -(-physical // 32) <= held <= -(-physical // 32) + 1
             owned = (frame["owner"] == index + 1).sum()

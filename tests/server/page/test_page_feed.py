@@ -137,13 +137,13 @@ def test_the_feed_shows_a_request_while_it_runs(page_server: Running) -> None:
         with halted(page_server):
             thread.start()
             frame = next(data for name, data in events if name == "frame" and data["requests"])
-        request_id, logical, physical, blocks, evicted, freed = frame["requests"][0]
+        request_id, logical, physical, blocks, evicted, freed, promise = frame["requests"][0]
         state, owner = cells_of(frame)
         assert request_id.startswith("req-")
         assert (owner == 1).sum() == blocks == -(-physical // 16)
         assert (state[owner == 1] == IN_USE).all()
         assert logical >= physical + evicted
-        assert freed == 0
+        assert (freed, promise) == (0, "")
         assert sum(frame["blocks"].values()) == frame["num_blocks"] == 1024
         assert frame["blocks"]["in_use"] == blocks
         thread.join()
