@@ -24,7 +24,7 @@ from kvreclaim.temporary import PREFIX, left_over, lock, remove_left_over, tempo
 @pytest.mark.parametrize(
     ("make", "options", "field"),
     [
-        (SamplingParams, {"top_p": 0}, "top_p"),
+        (SamplingParams, {"top_p": -1}, "top_p"),
         (SamplingParams, {"n": 2, "temperature": 0}, "n"),
         (SamplingParams, {"stop": [1]}, "stop"),
         (SamplingParams, {"stop_token_ids": [-1]}, "stop_token_ids"),

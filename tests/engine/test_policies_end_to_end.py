@@ -159,10 +159,10 @@ def test_expected_attention_of_calibrated_queries(family, make_llm, passes, monk
     sources = []
     scores_of = Compressor._scores
 
-    def watched(compressor, layers, questions, keep):
+    def watched(compressor, layers, questions):
         (layer,) = layers
         sources.append(tuple(x.clone() for x in questions[0].source(layer).tensors()))
-        return scores_of(compressor, layers, questions, keep)
+        return scores_of(compressor, layers, questions)
 
     monkeypatch.setattr(Compressor, "_scores", watched)
     llm.generate(prompt, PARAMS, config)

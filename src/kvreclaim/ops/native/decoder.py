@@ -38,6 +38,8 @@ ROTATIONS: tuple[dict[str, bool], ...] = ({},)
 """The rotations that the kernels have, as fields of Heads."""
 PLAIN_ALONE = True
 """Whether layers with norms that multiply by 1 + weight, or with an MLP that is a module, are never taken."""
+PANEL_ROWS = 64
+"""Rows of a product with packed weights up to which none depends on their number (csrc packed_tiles.h)."""
 MOST_ROWS = 64
 """Rows of a layer in two calls: the room for what lies between their products is kept."""
 
@@ -83,6 +85,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     native().linear(rows[:own], weight, bias, found[:own])
     found[own:] = functional.linear(rows[own:], weight, bias)
     return out
+
+
+def packed_parts(num_rows: int) -> list[slice]:
+    """Return the rows of products with packed weights, in calls: those that exact_rows() sets in calls of
+    PANEL_ROWS at most, whose rows do not depend on each other's number, then the others."""
+    exact = min(num_rows, _leading.get()) if num_rows > PANEL_ROWS else 0
+    parts = [slice(i, min(i + PANEL_ROWS, exact)) for i in range(0, exact, PANEL_ROWS)]
+    return parts + [slice(exact, num_rows)] * (exact < num_rows or not num_rows)
 
 
 def own_rows(num_rows: int, dtype: torch.dtype) -> int:
@@ -218,6 +228,11 @@ class Projection:
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [T, K | 2 K] and residual [T, N], contiguous, of the weight's dtype -> [T, N]."""
         num_rows = x.shape[0]
+        if not self.is_plain:
+            out = x.new_empty((num_rows, self.out_features))
+            for part in packed_parts(num_rows):
+                self._run(x[part], None if residual is None else residual[part], out[part])
+            return out
         own = self.own_rows(num_rows)
         if not own:
             found = self._by_torch(x)
@@ -296,7 +311,8 @@ class DecoderLayer:
             rotate(rows, cos, sin, self.form.heads)
             return rows
         rows = x.new_empty((x.shape[0], self.qkv.out_features))
-        self._native.before(x, cos, sin, rows)
+        for part in self._parts(x.shape[0]):
+            self._native.before(x[part], cos[part], sin[part], rows[part])
         return rows
 
     def behind(self, attended: Tensor, x: Tensor) -> Tensor:
@@ -305,8 +321,12 @@ class DecoderLayer:
             x = self.out(attended, x)
             return self.down(self.gate_up(x), x)
         out = torch.empty_like(x)
-        self._native.behind(attended, x, out)
+        for part in self._parts(x.shape[0]):
+            self._native.behind(attended[part], x[part], out[part])
         return out
+
+    def _parts(self, num_rows: int) -> list[slice]:
+        return packed_parts(num_rows) if self._is_packed else [slice(num_rows)]
 
     def _is_one_call(self, num_rows: int) -> bool:
         return (num_rows <= MOST_ROWS or self._is_packed) and self.qkv.own_rows(num_rows) == num_rows

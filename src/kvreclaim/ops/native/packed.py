@@ -27,9 +27,11 @@ def packed_linear(
     """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     out = x.new_empty((rows.shape[0], sum(each.out_features for each in matrices)))
-    native().packed_linear(
-        [each.native for each in matrices], rows, bias, out, ACTIVATIONS.index(activations)
-    )
+    from kvreclaim.ops.native.decoder import packed_parts  # which imports this module
+
+    kind, own = ACTIVATIONS.index(activations), [each.native for each in matrices]
+    for part in packed_parts(rows.shape[0]):
+        native().packed_linear(own, rows[part], bias, out[part], kind)
     return out.view(*x.shape[:-1], -1)
 
 
