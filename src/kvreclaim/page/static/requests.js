@@ -86,7 +86,7 @@ class Row {
     this.numbers = COLUMNS.map((className) => make("td", { className }));
     this.bar = make("span", { className: "bar" }, this.fillBar);
     this.bar.setAttribute("aria-hidden", "true");
-    this.promise = make("small");
+    this.promise = make("small", { className: "wide" });
     this.element = make("tr", {}, make("td", {}, this.button, this.promise, this.bar), ...this.numbers);
   }
 
