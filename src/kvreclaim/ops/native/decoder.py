@@ -8,7 +8,6 @@ import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.nn import functional
 
 from kvreclaim.ops.extension import KERNELS, native, unavailable_reason
 from kvreclaim.ops.layer_parts import Gate, Heads, LayerForm, Norm, is_alike
-from kvreclaim.ops.native.packed import ACTIVATIONS
+from kvreclaim.ops.native.packed import ACTIVATIONS, leading_rows, packed_parts
 from kvreclaim.ops.packed import PackedMatrix
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -38,12 +37,8 @@ ROTATIONS: tuple[dict[str, bool], ...] = ({},)
 """The rotations that the kernels have, as fields of Heads."""
 PLAIN_ALONE = True
 """Whether layers with norms that multiply by 1 + weight, or with an MLP that is a module, are never taken."""
-PANEL_ROWS = 64
-"""Rows of a product with packed weights up to which none depends on their number (csrc packed_tiles.h)."""
 MOST_ROWS = 64
 """Rows of a layer in two calls: the room for what lies between their products is kept."""
-
-_leading: ContextVar[int] = ContextVar("leading", default=0)
 
 
 @contextmanager
@@ -53,16 +48,16 @@ def exact_rows(num_leading: int = UNLIMITED) -> Iterator[None]:
     drafts. Without a number all rows are, and attention computes the rows of a prompt as it does those of
     decode steps. For the thread that enters it.
     """
-    token = _leading.set(num_leading)
+    token = leading_rows.set(num_leading)
     try:
         yield
     finally:
-        _leading.reset(token)
+        leading_rows.reset(token)
 
 
 def all_rows_are_exact() -> bool:
     """Return whether exact_rows() is in force without a number."""
-    return _leading.get() == UNLIMITED
+    return leading_rows.get() == UNLIMITED
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -87,19 +82,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
-def packed_parts(num_rows: int) -> list[slice]:
-    """Return the rows of products with packed weights, in calls: those that exact_rows() sets in calls of
-    PANEL_ROWS at most, whose rows do not depend on each other's number, then the others."""
-    exact = min(num_rows, _leading.get()) if num_rows > PANEL_ROWS else 0
-    parts = [slice(i, min(i + PANEL_ROWS, exact)) for i in range(0, exact, PANEL_ROWS)]
-    return parts + [slice(exact, num_rows)] * (exact < num_rows or not num_rows)
-
-
 def own_rows(num_rows: int, dtype: torch.dtype) -> int:
     """Leading rows of a product that the kernels take: all up to max_rows(), else as
     many as set by exact_rows()."""
     limit = max_rows(dtype)
-    return num_rows if num_rows <= limit else min(num_rows, _leading.get() if limit else 0)
+    return num_rows if num_rows <= limit else min(num_rows, leading_rows.get() if limit else 0)
 
 
 @cache

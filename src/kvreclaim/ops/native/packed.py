@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,20 @@ from kvreclaim.ops.packed import PackedMatrix
 
 ACTIVATIONS = ("int8", "int16", "exact")
 """Rounding of x in a product: 8 or 15 bits, a scale per 32 columns, or nothing. The kernels' order."""
+
+
+PANEL_ROWS = 64
+"""Rows of a product with packed weights up to which none depends on their number (csrc packed_tiles.h)."""
+leading_rows: ContextVar[int] = ContextVar("leading", default=0)
+"""Leading rows that exact_rows() (decoder.py) sets."""
+
+
+def packed_parts(num_rows: int) -> list[slice]:
+    """Return the rows of products with packed weights, in calls: those that exact_rows() sets in calls of
+    PANEL_ROWS at most, whose rows do not depend on each other's number, then the others."""
+    exact = min(num_rows, leading_rows.get()) if num_rows > PANEL_ROWS else 0
+    parts = [slice(i, min(i + PANEL_ROWS, exact)) for i in range(0, exact, PANEL_ROWS)]
+    return parts + [slice(exact, num_rows)] * (exact < num_rows or not num_rows)
 
 
 def packed_linear(
@@ -27,8 +42,6 @@ def packed_linear(
     """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     out = x.new_empty((rows.shape[0], sum(each.out_features for each in matrices)))
-    from kvreclaim.ops.native.decoder import packed_parts  # which imports this module
-
     kind, own = ACTIVATIONS.index(activations), [each.native for each in matrices]
     for part in packed_parts(rows.shape[0]):
         native().packed_linear(own, rows[part], bias, out[part], kind)
