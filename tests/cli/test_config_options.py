@@ -228,6 +228,11 @@ def test_options_of_other_engines_name_what_to_pass(command: str, typed: list[st
     assert f"{typed[0].partition('=')[0]} is no option here; " in result.stderr
 
 
+def test_a_value_may_read_like_an_option_of_another_engine() -> None:
+    result = runner.invoke(app, ["generate", "--prompt", "-fa", "--top-p", "2"])
+    assert result.stderr == "error: top_p is 2.0; it must be a number from 0.0 to 1.0.\n"
+
+
 def test_an_option_of_another_engine_is_ours_where_a_command_has_it() -> None:
     assert "--batch-size is no option" not in runner.invoke(app, ["eval", "--batch-size", "0"]).output
     assert "--batch-size is no option" in runner.invoke(app, ["serve", "--batch-size", "9"]).output

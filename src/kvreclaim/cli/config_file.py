@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvreclaim.checks import require
+from kvreclaim.errors import InvalidArgumentError
 
 CONFIG_FILE, FLAG = "config_file", "--config"
 ConfigFile = Annotated[
@@ -55,7 +56,7 @@ def _read(path: str) -> dict[str, Any]:
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        require(False, f"{FLAG} is {path!r}, which is no file of YAML ({reason}).")
+        raise InvalidArgumentError(f"{FLAG} is {path!r}, which is no file of YAML ({reason}).") from error
     require(isinstance(found, dict), f"{FLAG} is {path!r}; it must map options to values.")
     return {str(name).replace("_", "-"): value for name, value in found.items()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -59,8 +60,13 @@ class PagedCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read --config's file, and refuse options of other engines with what stands for them here."""
         own = {name for each in self.params for name in (*each.opts, *each.secondary_opts)}
-        for name in (each.partition("=")[0] for each in args[: args.index("--") if "--" in args else None]):
-            if name in OTHER_NAMES and name not in own:
+        with_value = {
+            flag for each in self.params if not getattr(each, "is_flag", True) for flag in each.opts
+        }
+        words = args[: args.index("--")] if "--" in args else args
+        for before, each in pairwise(["", *words]):
+            name = each.partition("=")[0]
+            if name in OTHER_NAMES and name not in own and before not in with_value:
                 ctx.fail(f"{name} is no option here; {OTHER_NAMES[name]}.")
         if FLAG in own:
             flags = {flag: each.multiple or each.nargs != 1 for each in self.params for flag in each.opts}

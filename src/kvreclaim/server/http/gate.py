@@ -97,7 +97,8 @@ class Gate:
             # The server sends no body for HEAD.
             seen = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
             await self.app(seen, _Limited(receive, self.max_body_bytes), send)
-            scope.update({name: seen[name] for name in ("route",) if name in seen})
+            if "route" in seen:
+                scope["route"] = seen["route"]
         finally:
             self.running[tenant.name] -= counted
             if not self.running[tenant.name]:

@@ -253,9 +253,11 @@ class ResponseAnswer:
         return await self._write_json(write, update)
 
     async def cancel(self) -> None:
-        """End with the output so far, and store it."""
+        """End with the output so far, and store it, unless the last update came first."""
 
         def write() -> None:
+            if self.response["status"] != "in_progress":
+                return
             ended = self.output.end("incomplete")
             self.response |= {"status": "cancelled", "output": self.output.items}
             self.response["store"] = self._keep()
