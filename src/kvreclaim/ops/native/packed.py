@@ -22,8 +22,8 @@ leading_rows: ContextVar[int] = ContextVar("leading", default=0)
 
 
 def packed_parts(num_rows: int) -> list[slice]:
-    """Return the rows of products with packed weights, in calls: with AMX those that exact_rows() sets in calls
-    of PANEL_ROWS at most, then the others; elsewhere no row depends on their number."""
+    """Return the rows of products with packed weights, in calls: with AMX those that exact_rows() sets in
+    calls of PANEL_ROWS at most, then the others; elsewhere no row depends on their number."""
     exact = min(num_rows, leading_rows.get()) if num_rows > PANEL_ROWS and native().isa() == "amx" else 0
     parts = [slice(i, min(i + PANEL_ROWS, exact)) for i in range(0, exact, PANEL_ROWS)]
     return parts + [slice(exact, num_rows)] * (exact < num_rows or not num_rows)
