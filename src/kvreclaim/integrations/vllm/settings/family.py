@@ -72,7 +72,7 @@ FAMILIES = {
         PoolCheck("vllm.v1.core.kv_cache_planning", "_pool_bytes_per_block_from_builder"),
     ),
 }
-NEWEST = "0.33"
+*_, NEWEST = FAMILIES
 
 
 def module(side: str) -> ModuleType:
