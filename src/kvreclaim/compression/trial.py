@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, 
 from kvreclaim.compression_settings import AUTO
 
 CANDIDATES = (
-    "shares(surrogate, floor=0.2)",
+    "shares(surrogate, floor=0.02)",
     "shares(surrogate)",
     "shares(query_mixture, by=static)",
     "shares(knorm(keep=large), by=static)",

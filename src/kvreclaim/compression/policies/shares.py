@@ -14,6 +14,8 @@ from kvreclaim.compression.policy import CountsQuestion, Signal
 from kvreclaim.compression.wrapping import Uneven, fill, top_counts
 from kvreclaim.options import option
 
+MOST_EQUAL = 0.2
+"""Share of the places that the floor takes at most."""
 _LEAST_SHARE = 1e-6
 """Share of a head that has never needed anything: places that no other head can use go to such heads, too."""
 
@@ -22,21 +24,21 @@ _LEAST_SHARE = 1e-6
 class Shares(Uneven):
     """Another policy's scores, with counts by each head's need, over all layers.
 
-    All layers and heads together have L K n places, n = budget - protected tokens. A share of them (floor) is
-    divided equally, and heads compete for the others:
+    All layers and heads together have L K n places, n = budget - protected tokens. Each head has
+    min(floor T, n / 5) of its own, T being the length of the text so far. Heads compete for the others:
 
     by="threshold": the places go to the highest scores of all.
     by="static":    head h gets c share_h(budget / T) T tokens, protected ones included, at least these and at
-                    most its live ones; T is the length of the text so far, share_h comes from calibration
-                    (head_shares.py), c makes the mean the budget. Tokens that a head no longer holds go to
-                    the others in proportion to their shares.
+                    most its live ones; share_h comes from calibration (head_shares.py), c makes the mean the
+                    budget. Tokens that a head no longer holds go to the others in proportion to their shares.
 
     Source: ours; by threshold within a layer it is Ada-KV, arXiv 2407.11550; static shares around
     streaming_llm are close to DuoAttention, arXiv 2410.10819.
 
     inner: ranks the tokens; surrogate by default. For "threshold" its scores must be comparable between
            all layers and heads; "static" works with any ranking
-    floor: share of the places that is divided equally; it protects heads with slightly low scores
+    floor: tokens of each head outside the competition, as a share of the text, at most a fifth of the places;
+           protects heads with slightly low scores (docs/log.md)
     by:    "threshold" or "static"
     Cost: inner's cost and, by threshold, one selection among all scores.
     """
@@ -54,7 +56,8 @@ class Shares(Uneven):
         found = self._static(question) if self.by == "static" else self._by_threshold(question)
         if self.floor:
             found = found.cpu()
-            ideal = self.floor * question.free + (1 - self.floor) * found
+            part = min(MOST_EQUAL, self.floor * question.logical_len / max(1.0, question.free))
+            ideal = part * question.free + (1 - part) * found
             found = fill(ideal, question.limit, float(found.sum()))
         return question.protected_on(found.device) + found
 
