@@ -115,13 +115,12 @@ VLLM_TORCH ?= torch==2.13.0+cpu
 KVB := OMP_NUM_THREADS=$(THREADS) $(BIN)/kvreclaim bench
 SCRIPT := OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m benchmarks
 # vLLM is measured where `make vllm-env` has been run, and left out where it has not.
-PEERS = transformers,transformers-cb$(if $(wildcard $(VLLM_PYTHON)),$(comma)vllm --vllm-python $(VLLM_PYTHON))
+PEERS = transformers$(if $(wildcard $(VLLM_PYTHON)),$(comma)vllm --vllm-python $(VLLM_PYTHON))
 comma := ,
 
 # Every benchmark at some of its points.
 bench: setup bench_models/qwen3-26m
 	$(KVB) kernels --threads $(THREADS) --json $(RESULTS)/kernels.json
-	$(SCRIPT) step --threads $(THREADS) --json $(RESULTS)/step-26m.json
 	$(KVB) decode --threads $(THREADS) --peers $(PEERS) --contexts 1024,16384 --batches 1,8 --limit-s 30 \
 		--json $(RESULTS)/decode-26m-short.json
 	$(SCRIPT) compress --threads $(THREADS) --json $(RESULTS)/compress-26m.json
@@ -134,7 +133,6 @@ bench-full: setup bench_models/qwen3-26m bench_models/qwen3-0.6b
 	$(KVB) decode --threads $(THREADS) --peers $(PEERS) --limit-s 300 --model bench_models/qwen3-0.6b \
 		--contexts 1024,8192 --batches 1,8 --json $(RESULTS)/decode-0.6b.json
 	$(SCRIPT) compress --threads $(THREADS) --model bench_models/qwen3-0.6b --json $(RESULTS)/compress-0.6b.json
-	$(BIN)/python -m benchmarks plot_decode $(RESULTS)/decode-26m.json $(RESULTS)/decode-0.6b.json --out docs/decode_speed.png
 
 # vLLM with and without the plugin, by vLLM's own client: requests sent at once (40 minutes), goodput at equal memory and
 # speed in plenty of it (half an hour; also on the language model where it can be had): the tables of docs/vllm.md.

@@ -3,7 +3,6 @@
 from benchmarks import (  # noqa: F401 (importing them registers their commands)
     caching,
     compare_kvpress,
-    plot_decode,
     prompts,
     sampling,
     steps,

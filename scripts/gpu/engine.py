@@ -27,7 +27,7 @@ from kvreclaim.bench.kernels import GRAPH_CALLS, captured, median_time
 from kvreclaim.bench.step_times import Timed, replay
 from kvreclaim.bench.systems.base import Point, SystemSetup
 from kvreclaim.bench.systems.base import Session as Opened
-from kvreclaim.bench.systems.hf import ContinuousBatching, Generate
+from kvreclaim.bench.systems.hf import Generate
 from kvreclaim.bench.systems.ours import KvreclaimSystem
 from kvreclaim.ops.triton import flash_trial
 from kvreclaim.plan.lengths import read_lengths
@@ -172,19 +172,15 @@ def peers(session: Session) -> None:
             del q, k, v
     steps = 4 if is_tiny else 24
     grid = [Point(*point, 4 * steps) for point in (((40, 2),) if is_tiny else ((2112, 32), (32_768, 8)))]
-    computed = [replace(grid[0], fill="prefill")]  # graphs pad its steps, so that fills cannot be told apart
-    with random_weights(session) as setup:
-        for kind, points in ((Generate, grid), (ContinuousBatching, computed)):
-            with session.trying(peer=kind.name):
-                system = kind(setup)
-                for point in points:
-                    about = {"peer": kind.name, "context": point.context, "batch": point.batch}
-                    with session.trying(**about), closing(system.open(point)) as opened:
-                        opened.run(2)
-                        found = opened.run(steps)
-                        ms = 1e3 * found.elapsed_s / found.steps
-                        session.add(**about, ms=ms, tokens_per_s=found.tokens_per_s)
-                del system
+    with random_weights(session) as setup, session.trying(peer=Generate.name):
+        system = Generate(setup)
+        for point in grid:
+            about = {"peer": system.name, "context": point.context, "batch": point.batch}
+            with session.trying(**about), closing(system.open(point)) as opened:
+                opened.run(2)
+                found = opened.run(steps)
+                ms = 1e3 * found.elapsed_s / found.steps
+                session.add(**about, ms=ms, tokens_per_s=found.tokens_per_s)
 
 
 def attention_s(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:

@@ -32,7 +32,7 @@ def plan(**changes):
 
 def test_decode_writes_rows_for_every_system_and_point(tmp_path):
     file = tmp_path / "out" / "decode.json"
-    peers = ("--peers", "transformers,transformers-cb")
+    peers = ("--peers", "transformers")
     grid = ("--contexts", 160, "--batches", 2)
     result = run("decode", "--model", demo_model(), *grid, *peers, *SMALL, "--json", file)
     assert result.exit_code == 0, result.output
@@ -40,8 +40,7 @@ def test_decode_writes_rows_for_every_system_and_point(tmp_path):
     assert set(report) >= {"machine", "versions", "commit", "command", "rows", "verification"}
     assert set(report["machine"]) >= {"cpu", "cores", "flags", "memory_gib"}
     found = {(row["system"], row["context"], row["batch"]) for row in report["rows"]}
-    names = (*NAMES, "transformers", "transformers-cb")
-    assert found == {(name, 160, 2) for name in names}
+    assert found == {(name, 160, 2) for name in (*NAMES, "transformers")}
     for row in report["rows"]:
         assert row["tokens_per_s"] > 0, row
         assert row["verified"] is (True if "budget" not in row else None)

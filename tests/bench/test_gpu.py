@@ -70,18 +70,14 @@ def test_every_part_leaves_its_rows(tmp_path: Path) -> None:
     }
     assert all(0 < row["ms_median"] <= row["ms_max"] for row in steps.values())
     assert [row["step"] for row in rows["decode"] if row.get("launches")] == caches
-    assert [row["peer"].split(",")[0] for row in rows["peers"]] == [
-        "torch SDPA",
-        "transformers",
-        "transformers-cb",
-    ]
+    assert [row["peer"].split(",")[0] for row in rows["peers"]] == ["torch SDPA", "transformers"]
     assert all(0 < row["ttft_ms_p50"] <= row["ttft_ms_p99"] for row in rows["serve"])
     assert [row["label"] for row in rows["serve"]] == ["full", "knorm"]
     page.main(tmp_path)
     text = (tmp_path / "gpu.md").read_text()
     titles = [line.removeprefix("### ") for line in text.splitlines() if line.startswith("### ")]
     assert titles == ["Bars", *list(page.TABLES)[:-1]]
-    assert text.count("| 40 | 2 |") == 6
+    assert text.count("| 40 | 2 |") == 5
     assert "| - |" not in text.partition("### Kernels\n")[0]
 
 

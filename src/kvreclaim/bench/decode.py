@@ -10,8 +10,6 @@ Prefill, start-up and the first token are excluded in every system:
 - llama.cpp: the time of llama_decode and of choosing the likeliest tokens, in its own process too.
 - transformers `generate`: from the first new token to the last, by a stopping criterion that reads the
   clock, on a DynamicCache that is cut back afterwards.
-- transformers continuous batching: by its own time stamps, from the last sequence's first token until the
-  first sequence ends; its prompts are sent anew for every slice.
 
 Filling the cache: with fill "prefill" every system computes its prompts. With "synthetic", the default, each
 system admits, schedules and stores the prompts normally, but the model's forward pass is replaced by writing
@@ -46,7 +44,7 @@ from kvreclaim.bench.common import Row, alternate, seconds, spread, wide_console
 from kvreclaim.bench.decode_plan import AUTO, DecodePlan
 from kvreclaim.bench.plans import LLAMACPP
 from kvreclaim.bench.systems.base import Point, Session, SkipPoint, System, SystemSetup, random_prompts
-from kvreclaim.bench.systems.hf import ContinuousBatching, Generate
+from kvreclaim.bench.systems.hf import Generate
 from kvreclaim.bench.systems.ours import KvreclaimSystem
 from kvreclaim.bench.systems.worker_process import LlamaCpp, Vllm
 from kvreclaim.bench.verify import (
@@ -112,8 +110,6 @@ def make_system(plan: DecodePlan, name: str, setup: SystemSetup, points: list[Po
     """Load a system by its name."""
     if name == "transformers":
         return Generate(setup)
-    if name == "transformers-cb":
-        return ContinuousBatching(setup)
     if name == "vllm":
         assert plan.vllm_python is not None, "checked in __post_init__"
         return Vllm(setup, points, python=plan.vllm_python, eager=not plan.vllm_compile)

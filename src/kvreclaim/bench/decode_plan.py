@@ -17,7 +17,7 @@ from kvreclaim.options import option
 if TYPE_CHECKING:
     from kvreclaim.compression.config import CompressionConfig
 
-PEERS = ("transformers", "transformers-cb", "vllm")
+PEERS = ("transformers", "vllm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class DecodePlan(PolicyPlan):
     systems: tuple[str, ...] = option(NAMES, "Our systems: full and policies, comma-separated.")
     peers: tuple[str, ...] = option(
         (),
-        "Engines to compare with, comma-separated: transformers, transformers-cb, vllm; for a .gguf file "
+        "Engines to compare with, comma-separated: transformers, vllm; for a .gguf file "
         "llamacpp (its cache in f16), llamacpp:q8_0, llamacpp:q4_0.",
     )
     llamacpp_python: Path = option(Path(".llamacpp-env/bin/python"), LLAMACPP_PYTHON)

@@ -15,14 +15,13 @@ from kvreclaim.bench.systems.base import OURS
 RATIOS = (
     ("kvreclaim-full", "vllm"),
     ("kvreclaim-full", "transformers"),
-    ("kvreclaim-full", "transformers-cb"),
     ("kvreclaim-triattention", "kvreclaim-full"),
     ("kvreclaim-query_mixture", "kvreclaim-full"),
     ("kvreclaim-triattention", "vllm"),
     ("kvreclaim-shares(surrogate)", "kvreclaim-surrogate"),
 )
 PEER_OF = {"int8": "llamacpp:q8_0", "int4": "llamacpp:q4_0"}
-SHORT = {"transformers-cb": "transf. CB", "vllm": "vLLM", "llamacpp": "llama.cpp"}
+SHORT = {"vllm": "vLLM", "llamacpp": "llama.cpp"}
 
 
 def speeds(rows: Sequence[Row]) -> dict[tuple[int, int], dict[str, float | None]]:
