@@ -1,19 +1,16 @@
-"""Decode steps by a grammar, of drawn tokens, and independent of the batch.
+"""Decode steps by a grammar, and of drawn tokens.
 
 python -m benchmarks structured --threads 1 --model models/qwen2.5-coder-0.5b-instruct
-python -m benchmarks batch_invariance --model MODEL --dtype bfloat16
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from time import process_time
 
 import numpy as np
-import torch
 
 from benchmarks.runner import case, ratios
 from kvreclaim.bench.common import Row, alternate, seconds
@@ -168,43 +165,3 @@ def masks_s(llm: LLM) -> list[float]:
         times.append(seconds(masks))
         steps(llm, 1)
     return times
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchInvariancePlan(ModelPlan):
-    """A prompt and batches of answers, with --batch-invariant and without."""
-
-    rounds: int = option(5, "Timed rounds.", low=1)
-
-
-@case(
-    "batch invariance, {model} in {dtype}",
-    {
-        "case": "{case}",
-        "off, tokens/s": "{off_tokens_per_s:,.0f}",
-        "on, tokens/s": "{on_tokens_per_s:,.0f}",
-        "time, on / off": "{ratio:.2f}",
-    },
-)
-def batch_invariance(plan: BatchInvariancePlan) -> Iterator[Row]:
-    """The cost of --batch-invariant: a prompt of 512 tokens, and decoding 1 and 8 sequences."""
-    off = LLM(plan.model, dtype=plan.dtype, device="cpu", enable_prefix_caching=False, num_blocks=600)
-    engines = {"off": off, "on": off.sibling(batch_invariant=True)}
-    for name, length, count, tokens in (
-        ("prompt of 512", 512, 1, 1),
-        ("decode 1", 16, 1, 32),
-        ("decode 8", 16, 8, 32),
-    ):
-        runs = {key: partial(random_prompts_s, llm, length, count, tokens) for key, llm in engines.items()}
-        alternate(runs, 1)
-        times = {key: median(found) for key, found in alternate(runs, plan.rounds).items()}
-        computed = count * (length if tokens == 1 else tokens)
-        speeds = {f"{key}_tokens_per_s": computed / each for key, each in times.items()}
-        yield {"case": name, **speeds, "ratio": times["on"] / times["off"]}
-
-
-def random_prompts_s(llm: LLM, length: int, count: int, tokens: int) -> float:
-    """Seconds for so many random prompts of a length, and tokens of answer each."""
-    prompts = torch.randint(10, llm.loaded.vocab_size, (count, length)).tolist()
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    return seconds(lambda: llm.generate(prompts, params))

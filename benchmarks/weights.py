@@ -1,24 +1,18 @@
-"""Packed weights: their decode speed, what rounding does to logits, and the time to the first token.
+"""Packed weights: their decode speed, and what rounding does to logits.
 
 python -m benchmarks packed --model bench_models/qwen3-0.6b --packed bench_models/qwen3-0.6b-awq
 python -m benchmarks rounding --model MODEL.gguf --text docs/tiers.md
-python -m benchmarks start --model MODEL.gguf
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -32,16 +26,13 @@ from kvreclaim.bench.systems.ours import KvreclaimSystem
 from kvreclaim.bench.verify import PackedReferee
 from kvreclaim.checks import require
 from kvreclaim.engine.api.llm import LLM
-from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.loader import LoadedModel
 from kvreclaim.ops.extension import native
-from kvreclaim.options import check_options, option
+from kvreclaim.options import option
 
 WARM_STEPS = 4
 CONTEXT = 8
 """Leading tokens, after which logits count."""
-COMMAND = (sys.executable, "-c", "from kvreclaim.cli.main import main; main()", "generate")
-STARTS = {"no copy": ("--no-cache-packed-weights",), "copy": ()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,68 +176,3 @@ def compare(found: Tensor, exact: Tensor) -> Row:
         "other_first": int((found.argmax(-1) != exact.argmax(-1)).sum()),
         "num_tokens": len(exact),
     }
-
-
-@dataclass(frozen=True, kw_only=True)
-class StartPlan:
-    """Processes that generate one token of a GGUF file."""
-
-    model: Path = option(MISSING, "The GGUF file.")
-    rounds: int = option(3, "Timed rounds.", low=1)
-    threads: int = 1
-
-    def __post_init__(self) -> None:
-        check_options(self)
-        require(
-            not sys.dont_write_bytecode,
-            "Python writes no byte code here (PYTHONDONTWRITEBYTECODE or -B), so each start would compile "
-            "all modules anew: unset the variable.",
-        )
-
-    def facts(self) -> Row:
-        return {"model": self.model.name}
-
-
-def start_once(model: Path, home: str, *options: str) -> tuple[float, float, str]:
-    """Seconds of one process until its first byte and until its end, and what it printed."""
-    command = [*COMMAND, "--prompt", "def f", "--max-tokens", "1", "--model", os.fspath(model), *options]
-    env = os.environ | {"KVRECLAIM_HOME": home, "PYTHONUNBUFFERED": "1"}
-    began, pipe = perf_counter(), subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=env) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        text = process.stdout.read(1)
-        first_s = perf_counter() - began
-        text += process.stdout.read()
-        errors = process.stderr.read()
-        process.wait()
-        end_s = perf_counter() - began
-    if process.returncode or not text.strip():
-        reason = errors.decode(errors="replace")[-500:]
-        raise InvalidArgumentError(f"{' '.join(command)} ended with {process.returncode}: {reason}")
-    return first_s, end_s, text.decode()
-
-
-@case(
-    "start to the first token, {model}",
-    {"weights": "{weights}", "first token, s": "{first_token_s:.2f}", "end, s": "{end_s:.2f}"},
-)
-def start(plan: StartPlan) -> Iterator[Row]:
-    """Seconds from a process's start to the first token of a GGUF file and to the process's end, with weights
-    packed at the start and with the copy of packed weights. One start before them is not counted: it compiles
-    byte code, reads the file and makes the copy. All starts must print the same token."""
-    with TemporaryDirectory() as home:
-        expected = start_once(plan.model, home)[2]
-        runs = {name: partial(start_once, plan.model, home, *options) for name, options in STARTS.items()}
-        found = alternate(runs, plan.rounds)
-    for name, starts in found.items():
-        firsts, ends, texts = zip(*starts, strict=True)
-        assert set(texts) == {expected}, f"{name}: {texts} were generated, and first {expected!r}"
-        yield {
-            "weights": name,
-            "token": expected.strip(),
-            "first_token_s": round(median(firsts), 2),
-            "end_s": round(median(ends), 2),
-            "all_first_token_s": [round(each, 2) for each in firsts],
-            "all_end_s": [round(each, 2) for each in ends],
-        }

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from benchmarks import caching
 from benchmarks.__main__ import app
 from kvreclaim import demo_model
-from kvreclaim.bench import host_steps
 from kvreclaim.memory import eviction_orders
 from kvreclaim.ops import extension
 
@@ -31,27 +30,14 @@ def run(tmp_path, *arguments):
     return report["rows"], result.output
 
 
-def test_step_splits_what_the_host_does(tmp_path):
-    options = ("--contexts", 300, "--batches", 2, "--steps", 4, "--budget", 96)
-    rows, output = run(
-        tmp_path, "step", *COMMON, *options, "--interval", 64, "--systems", "full,shares(surrogate)"
-    )
-    assert [row["system"] for row in rows] == ["kvreclaim-full", "kvreclaim-shares(surrogate)"]
-    for row in rows:
-        assert set(row["ms"]) == set(host_steps.PHASES)
-        assert min(row["ms"].values()) > 0
-        assert 0 < row["calls"] < 1000
-    assert "build batch" in output
-
-
 def test_compress_splits_a_pass(tmp_path):
     options = ("--contexts", "300,400", "--budgets", "96,160", "--budget-context", 300)
     rows, output = run(tmp_path, "compress", *COMMON, *options, "--budget", 96, "--interval", 16)
     assert len(rows) == 2 * 3
     for row in rows:
         assert row["passes"] >= 1
-        assert row["pass_ms"] == pytest.approx(row["score_ms"] + row["select_ms"] + row["move_ms"])
-        assert min(row["score_ms"], row["select_ms"], row["move_ms"], row["share"]) > 0
+        assert row["pass_ms"] == pytest.approx(row["score_ms"] + row["move_ms"])
+        assert min(row["score_ms"], row["move_ms"], row["share"]) > 0
     assert output.count(" x 1 ") == 6
 
 
@@ -115,51 +101,6 @@ def test_prompt_time_compares_policies_with_the_full_cache(tmp_path):
     result = runner.invoke(app, ["prompt_time", *map(str, COMMON), "--lengths", "300"])
     assert result.exit_code == 2
     assert "0.2 of 300 tokens" in " ".join(result.output.split())
-
-
-def test_plot_writes_an_image(tmp_path):
-    rows = [
-        {"system": name, "context": context, "batch": batch, "tokens_per_s": speed, "model": "m"}
-        for name, speed in (("kvreclaim-full", 100.0), ("vllm", 50.0), ("transformers", None))
-        for context in (1024, 8192)
-        for batch in (1, 8)
-    ]
-    file, image = tmp_path / "decode.json", tmp_path / "charts" / "speed.png"
-    file.write_text(json.dumps({"rows": rows}))
-    result = runner.invoke(app, ["plot_decode", str(file), "--out", str(image)])
-    assert result.exit_code == 0, result.output
-    assert image.read_bytes().startswith(b"\x89PNG")
-    file.write_text("{}")
-    refused = runner.invoke(app, ["plot_decode", str(file), "--out", str(image)])
-    assert refused.exit_code == 2
-    assert refused.stderr.startswith("error: ")
-
-
-def test_starts_are_not_timed_without_byte_code(monkeypatch):
-    monkeypatch.setattr("sys.dont_write_bytecode", True)
-    result = runner.invoke(app, ["start", "--model", "model.gguf"])
-    assert result.exit_code == 2
-    assert "PYTHONDONTWRITEBYTECODE" in result.stderr
-
-
-@pytest.mark.skipif(extension.unavailable_reason() is not None, reason="the native extension is not there")
-def test_starts_with_a_copy_of_packed_weights_and_without(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.dont_write_bytecode", False)
-    tiny_gguf.write(tmp_path / "tiny.gguf")
-    rows, output = run(tmp_path, "start", "--model", tmp_path / "tiny.gguf", "--rounds", 1)
-    assert [(row["model"], row["weights"]) for row in rows] == [
-        ("tiny.gguf", "no copy"),
-        ("tiny.gguf", "copy"),
-    ]
-    assert all(0 < row["first_token_s"] <= row["end_s"] for row in rows)
-    assert "tiny.gguf" in output
-
-
-def test_batch_invariance_beside_plain_decoding(tmp_path):
-    rows, _ = run(tmp_path, "batch_invariance", *COMMON, "--rounds", 1)
-    assert [row["case"] for row in rows] == ["prompt of 512", "decode 1", "decode 8"]
-    for row in rows:
-        assert row["ratio"] == pytest.approx(row["off_tokens_per_s"] / row["on_tokens_per_s"])
 
 
 @pytest.mark.skipif(extension.unavailable_reason() is not None, reason="the native extension is not there")
