@@ -58,10 +58,9 @@ soak: setup
 soak-tiers: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/tiers.py --requests 10000
 
-# The simulator beside the engine's counts, a log of vLLM, and this machine's engine in real time.
-validate-sim: setup bench_models/qwen3-26m
+# The simulator beside the engine's counts and a log of vLLM.
+validate-sim: setup
 	$(BIN)/python -m pytest -q tests/sim/test_sim_engine.py tests/sim/test_sim_exact.py tests/sim/test_vllm_run.py
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/validate_sim.py
 
 # What strangers and tenants can do to a server, in full size, and what others notice of it.
 attack: setup

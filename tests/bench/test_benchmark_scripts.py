@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-import tiny
 import tiny_gguf
-import tiny_packed
 from typer.testing import CliRunner
 
 from benchmarks import caching
@@ -101,20 +99,6 @@ def test_prompt_time_compares_policies_with_the_full_cache(tmp_path):
     result = runner.invoke(app, ["prompt_time", *map(str, COMMON), "--lengths", "300"])
     assert result.exit_code == 2
     assert "0.2 of 300 tokens" in " ".join(result.output.split())
-
-
-@pytest.mark.skipif(extension.unavailable_reason() is not None, reason="the native extension is not there")
-def test_packed_weights_beside_plain_ones(tmp_path):
-    plain, awq = tiny.save_model("llama", tmp_path / "plain"), tmp_path / "awq"
-    awq.mkdir()
-    tiny_packed.write("awq", awq)
-    options = ("--model", plain, "--packed", awq, "--threads", 1, "--contexts", 16, "--batches", "1,2")
-    rows, _ = run(tmp_path, "packed", *options, "--steps", 2, "--rounds", 1)
-    assert [(row["model"], row["batch"]) for row in rows] == [
-        (name, batch) for batch in (1, 2) for name in ("plain", "awq")
-    ]
-    assert rows[0]["times_bf16"] == 1
-    assert rows[1]["weight_mb"] < rows[0]["weight_mb"]
 
 
 @pytest.mark.skipif(extension.unavailable_reason() is not None, reason="the native extension is not there")

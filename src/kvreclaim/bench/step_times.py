@@ -116,13 +116,6 @@ class Watched:
     passes: int = 0
     pass_s: float = 0.0
 
-    def extend(self, more: Watched) -> None:
-        """Merge another observation."""
-        self.loads += more.loads
-        self.seconds += more.seconds
-        self.passes += more.passes
-        self.pass_s += more.pass_s
-
 
 @contextmanager
 def watching(engine: Engine) -> Iterator[Watched]:
@@ -168,20 +161,15 @@ def engine_of(plan: SpeedPlan) -> LLM:
     )
 
 
-def observe(plan: SpeedPlan, llm: LLM, seconds: float, seed: int = 0) -> Watched:
-    """Observe steps of a random load; longer on a slow machine, until there are enough for a fit."""
+def calibrate(plan: SpeedPlan, llm: LLM) -> Fitted:
+    """Fit steps of a random load; longer on a slow machine, until there are enough."""
     longest = min(plan.longest, llm.engine.max_model_len // 2)
-    keep_busy(llm, WARM_S, longest=longest, rng=random.Random(plan.seed + 2 * seed))
-    rng = random.Random(plan.seed + 2 * seed + 1)
+    keep_busy(llm, WARM_S, longest=longest, rng=random.Random(plan.seed))
+    rng = random.Random(plan.seed + 1)
     with watching(llm.engine) as seen:
-        keep_busy(llm, seconds, longest=longest, rng=rng)
+        keep_busy(llm, plan.seconds, longest=longest, rng=rng)
         while len(seen.loads) < MIN_STEPS:
-            keep_busy(llm, seconds, longest=longest, rng=rng)
-    return seen
-
-
-def fit(plan: SpeedPlan, llm: LLM, seen: Watched) -> Fitted:
-    """Raises: InvalidArgumentError for too few steps."""
+            keep_busy(llm, plan.seconds, longest=longest, rng=rng)
     config, where = llm.engine.config, machine()
     facts = {
         "kind": "steps of kvreclaim's engine",
@@ -196,8 +184,3 @@ def fit(plan: SpeedPlan, llm: LLM, seen: Watched) -> Fitted:
     fitted = fit_steps(seen.loads, seen.seconds, **facts)
     per_pass = seen.pass_s / seen.passes if seen.passes else 0.0
     return replace(fitted, cost=replace(fitted.cost, compaction=per_pass))
-
-
-def calibrate(plan: SpeedPlan, llm: LLM) -> Fitted:
-    """Serve the load and fit."""
-    return fit(plan, llm, observe(plan, llm, plan.seconds))

@@ -20,6 +20,7 @@ from format_cases import (
     check_compact,
     check_copies_at_once,
     check_copy_blocks,
+    check_scores,
     check_written,
     fill,
     relocated,
@@ -65,6 +66,16 @@ def test_every_shape(isa: str, name: str, shape: Shape) -> None:
     w = fill(rig, shape, KINDS["mixed"])
     check_attention(rig, w)
     check_column_sums(rig, w)
+
+
+@each_isa()
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_numbers_and_scores(isa: str, name: str, shape: Shape) -> None:
+    rig, asks = rig_of(name), [Ask(1, 53), Ask(1, 17), Ask(1, 1)]
+    w = fill(rig, shape, asks)
+    check_written(rig, w)
+    for ask in range(len(asks)):
+        check_scores(rig, w, ask, style="interleaved" if ask else "half")
 
 
 @each_isa()
