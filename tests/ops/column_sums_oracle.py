@@ -8,12 +8,7 @@ import torch
 from paged_oracle import Ask, Shape, World, is_seen, noise, world
 from torch import Tensor
 
-KINDS = {
-    "decode": [(1, 1), (1, 2), (1, 15), (1, 16), (1, 17), (1, 300), (1, 33)],
-    "prefill": [(1, 1), (3, 3), (15, 15), (16, 16), (17, 17), (40, 40)],
-    "chunks": [(1, 40), (2, 17), (7, 8), (8, 24), (9, 33)],
-    "mixed": [(1, 260), (20, 20), (1, 1), (6, 38), (0, 5), (1, 16), (2, 270)],
-}
+MIXED = [(1, 260), (20, 20), (1, 1), (6, 38), (0, 5), (1, 16), (2, 270)]
 
 
 class Case(Enum):
@@ -40,7 +35,7 @@ def case(which: Case, dtype: torch.dtype, shape: Shape | None = None) -> World:
 
 
 def full_batch(dtype: torch.dtype, shape: Shape | None = None) -> World:
-    return world(_shape(dtype, shape), [Ask(*lengths) for lengths in KINDS["mixed"]])
+    return world(_shape(dtype, shape), [Ask(*lengths) for lengths in MIXED])
 
 
 def _shape(dtype: torch.dtype, shape: Shape | None) -> Shape:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from paged_oracle import under
+from paged_oracle import DTYPES, under
 from tolerances import assert_close
-from twins import DTYPES, HOW, LENGTHS, SHAPES, Ask, Shape, asks, attend_both, noise, twins
+from twins import HOW, LENGTHS, SHAPES, Ask, Shape, asks, attend_both, noise, twins
 
 from kvreclaim.ops import native
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from paged_oracle import under
+from paged_oracle import DTYPES, under
 from torch import Tensor
-from twins import DTYPES, HOW, LENGTHS, SHAPES, Ask, Shape, Twins, asks, noise, twins
+from twins import HOW, LENGTHS, SHAPES, Ask, Shape, Twins, asks, noise, twins
 
 from kvreclaim.ops import extension, native, reference
 from kvreclaim.ops.native.storage import cache_view, make_batch

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import pytest
+import paged_oracle
 import torch
-from paged_oracle import under
+from paged_oracle import Ask, noise, under
 from torch import Tensor
 
 from kvreclaim.ops import native, reference
@@ -17,20 +17,11 @@ from kvreclaim.ops.kv_cache import KVCache
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """`group` query heads read each of the KV heads."""
+class Shape(paged_oracle.Shape):
+    """Sizes that a row of vector registers does not hold."""
 
-    kv_heads: int = 2
     group: int = 4
     dim: int = 64
-    v_dim: int = 0
-    block_size: int = 16
-    layers: int = 1
-    dtype: torch.dtype = torch.float32
-
-    @property
-    def heads(self) -> int:
-        return self.kv_heads * self.group
 
     @property
     def value_dim(self) -> int:
@@ -40,17 +31,6 @@ class Shape:
         return (LayerFacts(self.heads, self.kv_heads, self.dim, self.value_dim, Softmax(1.0)),) * self.layers
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Ask:
-    """One sequence; slot_positions as in SequenceSlots."""
-
-    query_len: int
-    seq_len: int
-    shift: int = 0
-    slot_positions: Tensor | None = None
-
-
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 SHAPES = [
     Shape(kv_heads=1, group=1, dim=32),
     Shape(kv_heads=2, group=4, dim=64),
@@ -93,10 +73,6 @@ class Twins:
     native: KVCache
     batch: AttentionBatch
     q: Tensor
-
-
-def noise(seed: int, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def nan_cache(module: object, shape: Shape, num_blocks: int) -> KVCache:
