@@ -120,6 +120,7 @@ comma := ,
 # Every benchmark at some of its points.
 bench: setup bench_models/qwen3-26m
 	$(KVB) kernels --threads $(THREADS) --json $(RESULTS)/kernels.json
+	$(SCRIPT) step --threads $(THREADS) --json $(RESULTS)/step-26m.json
 	$(KVB) decode --threads $(THREADS) --peers $(PEERS) --contexts 1024,16384 --batches 1,8 --limit-s 30 \
 		--json $(RESULTS)/decode-26m-short.json
 	$(SCRIPT) compress --threads $(THREADS) --json $(RESULTS)/compress-26m.json

@@ -1,5 +1,6 @@
-"""The cost of compression while decoding.
+"""The host's part of decode steps, and the cost of compression.
 
+python -m benchmarks step --systems "full,ada_kv(knorm)" --contexts 4096 --batches 32,64
 python -m benchmarks compress --model bench_models/qwen3-0.6b --contexts 8192 --budgets 2048
 """
 
@@ -13,14 +14,37 @@ from time import perf_counter
 from typing import Annotated, Any
 
 from benchmarks.runner import command
+from kvreclaim.bench import host_steps
 from kvreclaim.bench.common import Row, sheet, wide_console
 from kvreclaim.bench.decode_plan import DecodePlan
+from kvreclaim.bench.host_steps import PartTimer, timers
 from kvreclaim.bench.systems.base import Point
 from kvreclaim.bench.systems.ours import KvreclaimSystem
-from kvreclaim.cli.bench import SHARED
+from kvreclaim.cli.bench import SHARED, decode_plan
 from kvreclaim.cli.bench_options import Json, publish, ready
 from kvreclaim.cli.config_options import ConfigOptions
+from kvreclaim.compression import compressor as compressor_module
+from kvreclaim.compression import uneven as uneven_module
 from kvreclaim.options import check_options, option
+
+
+@command
+def step(
+    plan: Annotated[
+        DecodePlan,
+        ConfigOptions(
+            config=DecodePlan,
+            only=("systems", "contexts", "batches", "steps", "budget", "interval", *SHARED),
+            defaults={"systems": ("full", "triattention"), "contexts": (1024, 16384), "batches": (1, 8)},
+            build=decode_plan,
+        ),
+    ],
+    json_file: Json = None,
+) -> None:
+    """The host's part of a decode step, by phase, with forward passes that compute nothing."""
+    with ready(plan.threads):
+        rows = host_steps.run(plan)
+        publish(rows, [host_steps.host_table(rows)], json_file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +74,30 @@ class CompressPlan:
 def compression_cost(base: DecodePlan, policy: str, context: int, batch: int, intervals: int) -> Row:
     """Fill the cache to the context under the policy, then decode whole intervals.
 
-    Returns: step_ms, the median of the steps without a pass; score_ms (with the selection), move_ms and
-        pass_ms of one sequence, means over the passes; share, the time of one pass for every sequence over
-        that of the interval's steps. A pass reads budget + interval tokens, however long the trace is.
+    Returns: step_ms, the median of the steps without a pass; score_ms, select_ms, move_ms and pass_ms of one
+        sequence, means over the passes; share, the time of one pass for every sequence over that of the
+        interval's steps. A pass reads budget + interval tokens, however long the trace is.
     """
     steps = intervals * base.interval
     point = Point(context, batch, steps + 16, "synthetic")
     config = base.policy(policy)
     system = KvreclaimSystem(f"kvreclaim-{policy}", base.setup, [point], config=config, kernels=base.kernels)
-    totals = system.llm.engine.totals
+    clock, totals = PartTimer(), system.llm.engine.totals
     with closing(system.open(point)) as session:
         session.run(4)
         before = (totals.compactions, totals.score_s, totals.compact_s)
         quiet = []
-        for _ in range(steps):
-            passes, started = totals.compactions, perf_counter()
-            session.run(1)
-            if totals.compactions == passes:
-                quiet.append(perf_counter() - started)
+        choosing = [(compressor_module, "select_each", "select"), (uneven_module, "select_heads", "select")]
+        with timers(clock, choosing):
+            for _ in range(steps):
+                passes, started = totals.compactions, perf_counter()
+                session.run(1)
+                if totals.compactions == passes:
+                    quiet.append(perf_counter() - started)
     passes = totals.compactions - before[0]
     assert passes > 0, f"no pass in {steps} steps"
-    score = (totals.score_s - before[1]) / passes
+    select = clock.take().get("select", 0.0) / passes
+    score = (totals.score_s - before[1]) / passes - select
     move, step = (totals.compact_s - before[2]) / passes, median(quiet)
     return {
         "policy": policy,
@@ -82,9 +109,10 @@ def compression_cost(base: DecodePlan, policy: str, context: int, batch: int, in
         "passes": passes,
         "step_ms": 1e3 * step,
         "score_ms": 1e3 * score,
+        "select_ms": 1e3 * select,
         "move_ms": 1e3 * move,
-        "pass_ms": 1e3 * (score + move),
-        "share": batch * (score + move) / (base.interval * step),
+        "pass_ms": 1e3 * (score + select + move),
+        "share": batch * (score + select + move) / (base.interval * step),
         "kernels": system.llm.engine.kernels,
     }
 
@@ -95,7 +123,7 @@ def compress(
     grid: Annotated[dict[str, Any], ConfigOptions(config=CompressPlan, build=dict)],
     json_file: Json = None,
 ) -> None:
-    """Cost of one compaction pass (score, move) and its share of decoding."""
+    """Cost of one compaction pass (score, select, move) and its share of decoding."""
     plan, rows, console = CompressPlan(base, **grid), [], wide_console(stderr=True)
     with ready(base.threads):
         for policy in plan.policies:
@@ -111,6 +139,7 @@ def compress(
             "budget": "{budget:,}",
             "step ms": "{step_ms:,.2f}",
             "score": "{score_ms:,.2f}",
+            "select": "{select_ms:,.2f}",
             "move": "{move_ms:,.2f}",
             "pass ms": "{pass_ms:,.2f}",
             "share": "{share:.2%}",

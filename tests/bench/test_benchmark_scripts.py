@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from benchmarks import caching
 from benchmarks.__main__ import app
 from kvreclaim import demo_model
+from kvreclaim.bench import host_steps
 from kvreclaim.memory import eviction_orders
 from kvreclaim.ops import extension
 
@@ -28,14 +29,27 @@ def run(tmp_path, *arguments):
     return report["rows"], result.output
 
 
+def test_step_splits_what_the_host_does(tmp_path):
+    options = ("--contexts", 300, "--batches", 2, "--steps", 4, "--budget", 96)
+    rows, output = run(
+        tmp_path, "step", *COMMON, *options, "--interval", 64, "--systems", "full,shares(surrogate)"
+    )
+    assert [row["system"] for row in rows] == ["kvreclaim-full", "kvreclaim-shares(surrogate)"]
+    for row in rows:
+        assert set(row["ms"]) == set(host_steps.PHASES)
+        assert min(row["ms"].values()) > 0
+        assert 0 < row["calls"] < 1000
+    assert "build batch" in output
+
+
 def test_compress_splits_a_pass(tmp_path):
     options = ("--contexts", "300,400", "--budgets", "96,160", "--budget-context", 300)
     rows, output = run(tmp_path, "compress", *COMMON, *options, "--budget", 96, "--interval", 16)
     assert len(rows) == 2 * 3
     for row in rows:
         assert row["passes"] >= 1
-        assert row["pass_ms"] == pytest.approx(row["score_ms"] + row["move_ms"])
-        assert min(row["score_ms"], row["move_ms"], row["share"]) > 0
+        assert row["pass_ms"] == pytest.approx(row["score_ms"] + row["select_ms"] + row["move_ms"])
+        assert min(row["score_ms"], row["select_ms"], row["move_ms"], row["share"]) > 0
     assert output.count(" x 1 ") == 6
 
 

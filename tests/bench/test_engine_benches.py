@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from kvreclaim import CompressionConfig, demo_model
 from kvreclaim.bench.common import alternate
 from kvreclaim.bench.decode_plan import DecodePlan
+from kvreclaim.bench.host_steps import PartTimer, timers
 from kvreclaim.bench.plans import LosslessPlan, ServePlan, SpeedPlan, VllmPlan
 from kvreclaim.cli.main import app
 from kvreclaim.errors import InvalidArgumentError
@@ -19,6 +20,19 @@ def test_rounds_begin_with_another_run_each_time():
     results = alternate(runs, 3)
     assert "".join(order) == "abcbcacab"
     assert all(len(values) == 3 for values in results.values())
+
+
+def test_timers_are_taken_off_again():
+    class Owner:
+        def work(self):
+            return 1
+
+    owner, clock = Owner(), PartTimer()
+    with timers(clock, [(owner, "work", "part")]):
+        assert owner.work() == 1
+    assert clock.take()["part"] > 0
+    assert "work" not in vars(owner)
+    assert clock.take() == {}
 
 
 WITH_ONE_LENGTH = [

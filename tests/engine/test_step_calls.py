@@ -2,65 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import Any
-from unittest.mock import patch
-
 import pytest
-import torch
 from settings import small
 
 from kvreclaim import LLM, SamplingParams, demo_model
-from kvreclaim.engine.execute.graphs import DecodeGraphs
+from kvreclaim.bench.host_steps import python_calls, without_forward
 
 STEPS = 16
 """As many as a block has tokens: each sequence takes one block in them."""
 PARAMS = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 MOST = {None: (1010, 29), "ada_kv(knorm)": (1370, 40)}
 """By policy: the most calls of a step of 32 sequences, and of each sequence more."""
-
-
-@contextmanager
-def without_forward(llm: LLM) -> Iterator[DecodeGraphs]:
-    """Replace a decode step's graph by one that computes nothing: its inputs are filled, and its logits are
-    the same random numbers each time."""
-    engine, runner = llm.engine, llm.engine.runner
-    assert engine.config.max_model_len is not None, "the engine's limits are set"
-    generator = torch.Generator().manual_seed(1)
-    logits = torch.rand(engine.config.max_num_seqs, llm.loaded.vocab_size, generator=generator)
-    logits = logits.to(llm.loaded.facts.device)
-    graphs = DecodeGraphs(
-        runner.model,
-        runner.cache,
-        engine.backend,  # type: ignore[arg-type]  # is not called
-        runner.groups,
-        max_num_seqs=engine.config.max_num_seqs,
-        max_model_len=engine.config.max_model_len,
-        max_chunk=engine.config.max_num_batched_tokens,
-        capture=lambda _: lambda: logits,
-    )
-    with patch.object(runner, "graphs", graphs):
-        yield graphs
-
-
-def python_calls(work: Callable[[], Any]) -> int:
-    """Count the calls of Python functions during `work`; each resumption of a generator counts."""
-    count = 0
-
-    def note(frame: FrameType, event: str, arg: Any) -> None:
-        nonlocal count
-        count += event == "call"
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(before)
-    return count - 1  # work itself
 
 
 def mean_calls(num_seqs: int, policy: str | None) -> float:

@@ -124,6 +124,21 @@ class Worker:
         tokens = [list(output.outputs[0].token_ids) for output in found]
         return {"tokens": tokens, "elapsed_s": elapsed_s, "reports": reports}
 
+    def prompt_logprobs(self, *, prompts: Prompts) -> Answer:
+        """Log-probabilities of all tokens of the prompts but their first, one prompt after the other."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self.llm.generate(given, params, use_tqdm=False)
+        return {
+            "logprobs": [
+                at[token].logprob
+                for output in outputs
+                for at, token in zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+            ]
+        }
+
     def _add(self, name: str, prompt: list[int], max_tokens: int, extra: Answer | None = None) -> None:
         from vllm import SamplingParams
 
