@@ -213,22 +213,18 @@ COLUMNS = ("name", "size", "modified", "weights", "context", "statistics")
 def ls() -> None:
     """List the models in the cache directory: those of `kvreclaim fetch`, GGUF files, copies of packed
     weights, and what killed commands left over."""
-    from rich.console import Console
-    from rich.table import Table
+    from kvreclaim.cli.policies import print_rows
 
     models = local_models()
     if not models:
         typer.echo(f"no model is in {models_home()}; `kvreclaim fetch` brings one", err=True)
         return
-    table = Table(*COLUMNS, box=None, padding=(0, 2, 0, 0), header_style="bold")
+    rows = []
     for model in models:
         when = datetime.fromtimestamp(model.modified).strftime("%Y-%m-%d %H:%M")
         size, beside = f"{model.num_bytes / 1e6:,.0f} MB", "yes" if model.has_statistics else "no"
-        table.add_row(*map(printable, (model.name, size, when, model.weights, model.context, beside)))
-    console = Console()
-    if not console.is_terminal:  # one line for each, whoever reads it
-        console.width = 10_000
-    console.print(table, markup=False)
+        rows.append(tuple(map(printable, (model.name, size, when, model.weights, model.context, beside))))
+    print_rows(COLUMNS, rows)
     for model in models:
         if model.wrong is not None:
             typer.echo(printable(f"{model.name}: it {model.wrong}"), err=True)

@@ -92,7 +92,7 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         from kvreclaim.cli.build_facts import build_facts
 
-        typer.echo("\n".join(build_facts().lines()))
+        typer.echo("\n".join(build_facts()))
         raise typer.Exit
 
 
