@@ -97,9 +97,15 @@ def test_a_chat_whose_reasoning_is_left_out(server: Running):
     assert second["usage"]["prompt_tokens_details"]["snapshot_tokens"] == expected
 
 
-def test_a_hint_keeps_a_conversation_for_its_time(server: Running):
+@pytest.mark.parametrize(
+    "hint",
+    [
+        {"agent_hint": {"cache_control": {"ttl": 60}}},
+        {"nvext": {"cache_control": {"type": "ephemeral", "ttl": "1m"}}},
+    ],
+)
+def test_a_hint_keeps_a_conversation_for_its_time(server: Running, hint: dict[str, Any]):
     """Beside others, in room for three snapshots."""
-    hint = {"nvext": {"cache_control": {"type": "ephemeral", "ttl": "1m"}}}
     snapshots, now = server.llm.engine.scheduler.snapshots, 0.0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(snapshots, "clock", lambda: now)

@@ -176,7 +176,7 @@ def check_prompt_cache_retention(server: Talker) -> None:
 
 
 def check_nvext(server: Talker) -> None:
-    """Of the answer, too, full blocks are kept. Priorities: below."""
+    """Priorities: below."""
     for ttl, seconds in ((None, 300), ("300s", 300), ("5m", 300), ("24h", 86_400)):
         assert kept_s(server, nvext={"cache_control": {"type": "ephemeral", "ttl": ttl}}) == seconds
     assert kept_s(server, nvext={"cache_control": None, "agent_hints": {"priority": None}}) is None
@@ -185,8 +185,16 @@ def check_nvext(server: Talker) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(server.running.service.engine.served.config, "enable_prefix_caching", False)
         assert server.refused(nvext=both) == "nvext.cache_control"
+
+
+def check_agent_hint(server: Talker) -> None:
+    """Of the answer, too, full blocks are kept."""
+    assert kept_s(server, agent_hint={"cache_control": {"ttl": 300}}) == 300
+    assert kept_s(server, agent_hint={"cache_control": {"type": "ephemeral"}}) == 300
     pins = server.running.llm.engine.memory.pool.pins
-    for number, (fields, num_blocks) in enumerate((({"nvext": both}, 5), ({"prompt_cache_key": "a"}, 2))):
+    for number, (fields, num_blocks) in enumerate(
+        (({"agent_hint": {"cache_control": {}}}, 5), ({"prompt_cache_key": "a"}, 2))
+    ):
         pins.clear()
         server.completion(prompt=[200 + number] * 40, max_tokens=41, ignore_eos=True, **fields)
         assert len(pins) == num_blocks

@@ -580,6 +580,7 @@ SHARED = {
     "prompt_cache_key": "chapter",
     "prompt_cache_retention": "24h",
     "nvext": {"cache_control": {"type": "ephemeral"}},
+    "agent_hint": {"cache_control": {"ttl": 60.0}},
     "user": "somebody",
     "safety_identifier": "somebody",
     "service_tier": "flex",

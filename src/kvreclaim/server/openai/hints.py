@@ -60,15 +60,30 @@ class NvExt(Fields):
     cache_control: TextCacheControl | None = None
 
 
-def hinted_retention(nvext: NvExt | None, service: Service) -> list[Retention]:
+class CacheControlParams(Fields):
+    """ttl: in seconds"""
+
+    type: Literal["ephemeral"] | None = None
+    ttl: float | None = Field(None, gt=0, le=3600)
+
+
+class AgentHint(Fields):
+    """Hints of vLLM's RFC 52113. A conversation is identified by its tokens, so sessions have no ids."""
+
+    cache_control: CacheControlParams | None = None
+
+
+def hinted_retention(nvext: NvExt | None, agent_hint: AgentHint | None, service: Service) -> list[Retention]:
     """Return how long the whole request, including its answer, is kept. Raises: ApiError naming the field."""
-    control = None if nvext is None else nvext.cache_control
-    if control is None:
-        return []
+    found: dict[str, float] = {}
+    if nvext is not None and (control := nvext.cache_control) is not None:
+        ttl_s = DEFAULT_TTL_S if control.ttl is None else float(seconds_of(control.ttl))
+        found["nvext.cache_control"] = ttl_s
+    if agent_hint is not None and (params := agent_hint.cache_control) is not None:
+        found["agent_hint.cache_control"] = DEFAULT_TTL_S if params.ttl is None else params.ttl
     is_off = not service.engine.served.config["enable_prefix_caching"]
-    refuse_fields({Feature.RETENTION: True, Feature.NO_PREFIX_CACHE: is_off}, "nvext.cache_control")
-    ttl_s = DEFAULT_TTL_S if control.ttl is None else float(seconds_of(control.ttl))
-    return [Retention(EVERYTHING, ttl_s)]
+    refuse_fields({Feature.RETENTION: bool(found), Feature.NO_PREFIX_CACHE: is_off}, next(iter(found), None))
+    return [Retention(EVERYTHING, ttl_s) for ttl_s in found.values()]
 
 
 def checked_priority(priority: int, nvext: NvExt | None, tenant: Tenant, service: Service) -> int:

@@ -32,7 +32,7 @@ from kvreclaim.server.base.fields import (
 )
 from kvreclaim.server.base.identity import Tenant
 from kvreclaim.server.openai.documents import ChunkReuseFields, Documents
-from kvreclaim.server.openai.hints import NvExt, checked_priority, hinted_retention
+from kvreclaim.server.openai.hints import AgentHint, NvExt, checked_priority, hinted_retention
 from kvreclaim.server.openai.structured import StructuredField
 from kvreclaim.server.shared.bodies import SHARED, check_priority, sampling_of
 from kvreclaim.server.shared.service import Service
@@ -93,6 +93,7 @@ class SharedFields(GeneratingFields):
     prompt_cache_key: str | None = Field(None, min_length=1)
     prompt_cache_retention: PromptCacheRetention | None = None
     nvext: NvExt | None = None
+    agent_hint: AgentHint | None = None
     user: str | None = Field(None, min_length=1, max_length=MAX_USER_LENGTH)
     safety_identifier: str | None = Field(None, min_length=1, max_length=MAX_USER_LENGTH)
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
@@ -251,7 +252,8 @@ def _check_stream(fields: GenerationFields) -> None:
 
 def _retention(fields: GenerationFields, num_tokens: int, service: Service) -> tuple[Retention, ...]:
     """Without a retention, a key uses the shorter one. Raises: ApiError naming the field."""
-    found = hinted_retention(fields.nvext, service)
+    hinted = fields.nvext is not None or fields.agent_hint is not None
+    found = hinted_retention(fields.nvext, fields.agent_hint, service) if hinted else []
     if fields.prompt_cache_retention is not None or fields.prompt_cache_key is not None:
         found.append(Retention(num_tokens, RETENTION_S[fields.prompt_cache_retention or "in_memory"]))
     return tuple(found)
