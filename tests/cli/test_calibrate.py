@@ -48,23 +48,6 @@ def test_centres_of_kv_heads(text):
     assert "3 centres per KV head" in said
 
 
-def test_rare_and_near_centres_go(text):
-    many, _ = calibrated(text, "--centers", "8")
-    rare, _ = calibrated(text, "--centers", "8", "--min-weight", "1")
-    near, said = calibrated(text, "--centers", "8", "--min-distance", "1000")
-    assert [stats.metadata.num_centers for stats in (many, rare, near)] == [8, 1, 1]
-    assert "1 centres per head" in said
-
-
-def test_wrong_thresholds_are_one_sentence(text):
-    output = str(text.with_name("stats.safetensors"))
-    result = CliRunner().invoke(
-        app, ["calibrate", "--model", "demo", "--text", str(text), "-o", output, "--min-weight", "2"]
-    )
-    assert result.exit_code == 2
-    assert "min_weight is 2.0; it must be a number from 0 to 1" in result.output
-
-
 def test_a_trial_on_held_out_windows_is_printed_and_kept(tmp_path, tiny_dir):
     """Without --text, on what every machine has; `--show` says it again."""
     output = tmp_path / "stats.safetensors"

@@ -110,8 +110,6 @@ def calibrate(
     num_centers: int = 16,
     seed: int = 0,
     shared_centers: bool = False,
-    min_weight: float = 0.0,
-    min_distance: float = 0.0,
     max_points: int | None = None,
     covariance: bool | None = None,
     surrogate: bool = True,
@@ -126,7 +124,7 @@ def calibrate(
     Source: arXiv 2604.04921 (moments); k-means with 15 rounds for the centres; compression/surrogate.py;
     compression/kvzap.py; compression/head_shares.py.
 
-    num_centers, seed, shared_centers, min_weight, min_distance, max_points: see compression.Clustering
+    num_centers, seed, shared_centers, max_points: see compression.Clustering
     covariance: None keeps it where it takes at most stats_builder.MAX_COVARIANCE_BYTES
     surrogate:  True cuts documents to half of what the model has positions for, so that they can be
                 repeated (if they are long enough: capture.can_say_twice). If none can, and with False,
@@ -141,7 +139,7 @@ def calibrate(
         f"kvzap {kvzap} is fitted to documents said twice, which surrogate=False leaves out; leave one out.",
     )
     published = None if kvzap is None or fitted else read_kvzap(kvzap, loaded.facts)
-    clustering = Clustering(num_centers, shared_centers, seed, min_weight, min_distance, max_points)
+    clustering = Clustering(num_centers, shared_centers, seed, max_points)
     builder = StatsBuilder(loaded.facts, clustering, covariance)
     learnt = _Learnt(loaded, FITTED[str(kvzap)] if fitted else None)
     if surrogate and all(documents):

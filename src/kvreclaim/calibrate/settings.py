@@ -46,8 +46,6 @@ class Measuring:
 
     num_centers: int = option(16, "Query centers per head; 0 keeps only moments.", flags=("--centers",))
     shared_centers: bool = option(False, "Share centers among the query heads of a KV head.")
-    min_weight: float = option(0.0, "Drop centers with a smaller share of the queries.")
-    min_distance: float = option(0.0, "Merge centers closer than this share of the spread.")
     seed: int = option(0, "Seed of the clustering.")
     surrogate: bool = option(True, "Repeat the text and learn which tokens and heads the repetition needs.")
     kvzap: str | None = option(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvreclaim.checks import check_bool, check_int, check_number
+from kvreclaim.checks import check_bool, check_int
 from kvreclaim.compression.kmeans import Clusters, kmeans
-from kvreclaim.compression.merging import merge_clusters, num_distinct
 from kvreclaim.compression.stats import LayerStats, QueryStats
 from kvreclaim.compression.stats_metadata import StatsMetadata
 from kvreclaim.errors import InvalidArgumentError
@@ -40,8 +38,6 @@ class Clustering:
     num_centers:  C per query head, or per KV head where they are shared; 0 for none
     shared:       one set of centres for all query heads of a KV head, from the queries of all of them
     seed:         of the k-means start
-    min_weight:   clusters with a smaller share of the queries are dropped (merging.merge_clusters)
-    min_distance: clusters closer than this, in spreads of the head, are pooled (same function)
     max_points:   queries of a head, evenly over the text, that are clustered; None: all
 
     Raises: InvalidArgumentError.
@@ -50,30 +46,21 @@ class Clustering:
     num_centers: int = 16
     shared: bool = False
     seed: int = 0
-    min_weight: float = 0.0
-    min_distance: float = 0.0
     max_points: int | None = None
 
     def __post_init__(self) -> None:
         check_int("num_centers", self.num_centers, 0)
         check_bool("shared centres", self.shared)
         check_int("seed", self.seed, 0)
-        check_number("min_weight", self.min_weight, 0, 1)
-        check_number("min_distance", self.min_distance, 0, math.inf)
         if self.max_points is not None:
             check_int("max_points", self.max_points, 1)
-
-    @property
-    def merges(self) -> bool:
-        return self.min_weight > 0 or self.min_distance > 0
 
     def find(self, points: Tensor, layer: int) -> Clusters:
         """Clusters of points [H, T, D], or [K, G T, D], of a layer."""
         count = points.shape[1]
         if self.max_points is not None and count > self.max_points:
             points = points[:, torch.arange(self.max_points, device=points.device) * count // self.max_points]
-        clusters = kmeans(points, self.num_centers, self.seed + layer)
-        return merge_clusters(clusters, self.min_weight, self.min_distance) if self.merges else clusters
+        return kmeans(points, self.num_centers, self.seed + layer)
 
 
 def covariance_bytes(facts: ModelFacts) -> int:
@@ -159,10 +146,7 @@ class StatsBuilder:
         self._keys[layer] = mean, _energy(keys), moment
 
     def build(self) -> QueryStats:
-        """Return the statistics, with as many centres as the head with the most distinct ones has.
-
-        Raises: InvalidArgumentError if a layer is missing.
-        """
+        """Return the statistics. Raises: InvalidArgumentError if a layer is missing."""
         first, count = self.facts.layers[0], self.facts.num_layers
         if missing := [n for n in range(count) if n not in self._layers]:
             raise InvalidArgumentError(
@@ -170,10 +154,7 @@ class StatsBuilder:
             )
         layers = [self._layers[n] for n in range(count)]
         style = next((x.style for x in self._layouts if x.num_bands), self._layouts[0].style)
-        weights = _stack([x.center_weight for x in layers])
         centers = self.clustering.num_centers
-        if weights is not None and self.clustering.merges:
-            centers = num_distinct(weights)
         keys = self._key_stats() if len(self._keys) == count else []
         metadata = StatsMetadata(
             model_name=self.facts.name,
@@ -195,9 +176,9 @@ class StatsBuilder:
         return QueryStats(
             torch.stack([x.q_mean for x in layers]),
             torch.stack([x.q_abs_mean for x in layers]),
-            _stack([None if x.centers is None else x.centers[:, :centers] for x in layers]),
-            _stack([None if x.center_var is None else x.center_var[:, :centers] for x in layers]),
-            None if weights is None else weights[..., :centers],
+            _stack([x.centers for x in layers]),
+            _stack([x.center_var for x in layers]),
+            _stack([x.center_weight for x in layers]),
             _stack([x.q_cov for x in layers]),
             k_mean=_stack([x.mean for x in keys]),
             k_energy=_stack([x.energy for x in keys]),
