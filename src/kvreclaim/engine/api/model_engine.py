@@ -34,7 +34,6 @@ from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.speculative.load import DraftModel, load_draft
 from kvreclaim.engine.step.engine import Engine
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.memory.prefix.tree import PrefixNode, prefix_tree
 from kvreclaim.memory.stats import MemoryStats
 from kvreclaim.model.loader import LoadedModel, Tokenizer
 from kvreclaim.ops.moving import on_device
@@ -255,14 +254,6 @@ class ModelEngine:
         engine = self.engine
         running, waiting = len(engine.scheduler.running), len(engine.scheduler.waiting)
         return LLMStats(running, waiting, engine.memory.stats(), deepcopy(engine.totals), engine.tier_stats())
-
-    def prefix_tree(self) -> tuple[PrefixNode, ...]:
-        """The prefix index as one radix tree per salt: tokens, blocks, and the running requests that hold
-        them. A copy; O(cached blocks). `node.lines()` draws it.
-
-        Compressed prefixes (compress_prompt_at) and blocks that are only on host or disk are not in it.
-        """
-        return prefix_tree(self.engine.memory.pool.index, self.engine.block_holders())
 
     def save_session(
         self,

@@ -233,14 +233,6 @@ class Engine:
         for extension in self.extensions.ordered:
             extension.close()
 
-    def block_holders(self) -> dict[int, tuple[str, ...]]:
-        """Map each block to the requests with running sequences that hold it, once per sequence."""
-        found: dict[int, list[str]] = {}
-        for seq in self.scheduler.running:
-            for block in self.memory.blocks(seq.seq_id):
-                found.setdefault(block, []).append(seq.request.request_id)
-        return {block: tuple(names) for block, names in found.items()}
-
     def add_request(
         self,
         request_id: str,
