@@ -140,27 +140,11 @@ def test_shared_centres_are_those_of_all_query_heads_of_a_kv_head():
         torch.testing.assert_close(found[found[:, 0].argsort()], means, rtol=1e-4, atol=1e-4)
 
 
-def test_merged_centres_leave_no_empty_places_in_every_head():
-    blobs = 50 * torch.eye(8)[:3].repeat_interleave(30, 0)
-    queries = torch.stack([blobs, blobs, blobs[:30].repeat(3, 1), blobs]) + 0.01 * noise(0, 4, 90, 8)
-    builder = StatsBuilder(model_facts(1), Clustering(8, min_distance=0.1))
-    builder.add_layer(0, queries)
-    stats = builder.build()
-    assert stats.metadata.num_centers == 8  # the third head is one blob: its spread is small, nothing is near
-    builder = StatsBuilder(model_facts(1), Clustering(8, min_distance=0.1))
-    builder.add_layer(0, queries[[0, 1, 3, 3]])
-    stats = builder.build()
-    assert stats.metadata.num_centers == 3
-    torch.testing.assert_close(stats.center_weight, torch.full((1, 4, 3), 1 / 3))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"num_centers": -1}, "num_centers"),
         ({"shared": 1}, "shared"),
-        ({"min_weight": 1.5}, "min_weight"),
-        ({"min_distance": -0.1}, "min_distance"),
     ],
 )
 def test_wrong_clusterings(options, message):

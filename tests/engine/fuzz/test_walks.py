@@ -1,4 +1,4 @@
-"""Short random walks of fixed seeds, a hypothesis machine, and walks that once failed."""
+"""Short random walks of fixed seeds, and walks that once failed."""
 
 from __future__ import annotations
 
@@ -8,24 +8,8 @@ from itertools import cycle
 
 import pytest
 from alone import GRAMMARS
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-from operations import (
-    FORMATS,
-    KINDS,
-    POLICIES,
-    Abort,
-    Ask,
-    Brittle,
-    NotFinite,
-    Raise,
-    Reset,
-    Setup,
-    Step,
-)
+from operations import POLICIES, Ask, NotFinite, Raise, Setup, Step
 from walk import Walk
-from world import World
 
 from kvreclaim.engine.attend import streamed
 
@@ -218,78 +202,3 @@ def test_random_walks_that_follow_grammars(machine, oracle):
 @pytest.mark.parametrize("walk", [LOSSY, NOT_FINITE, COPIED, ALL_GAVE_WAY])
 def test_a_walk_that_failed_once(walk, machine, oracle):
     walk.run(machine, oracle)
-
-
-PICK = st.integers(0, 5)
-ASK = st.builds(
-    Ask,
-    text=st.integers(0, 2),
-    cut=st.integers(1, 28),
-    turn_of=st.none() | PICK,
-    tail=st.lists(st.sampled_from([5, 9]), max_size=4).map(tuple),
-    policy=st.none() | st.sampled_from(POLICIES),
-    interval=st.integers(4, 7),
-    kind=st.sampled_from(KINDS),
-    max_tokens=st.integers(1, 12),
-    priority=PICK,
-    salt=st.sampled_from([None, ""]),
-    fault=st.sampled_from([None, None, None, "guilty", "poison"]),
-)
-SETUP = st.builds(
-    Setup,
-    kv_format=st.sampled_from(FORMATS),
-    num_blocks=st.integers(8, 30),
-    max_num_seqs=st.integers(3, 6),
-    max_num_batched_tokens=st.sampled_from([6, 16, 40]),
-    least_shared=st.sampled_from([1, 4, 64]),
-    scheduling_policy=st.sampled_from(["fcfs", "priority", "cache"]),
-)
-FAULT = st.one_of(
-    st.builds(Raise, st.integers(1, 2)),
-    st.builds(NotFinite, st.just("all")),
-    st.just(Brittle()),
-    st.just(Reset()),
-)
-
-
-def test_any_order_of_operations(machine, oracle):
-    class EngineMachine(RuleBasedStateMachine):
-        world: World
-
-        @initialize(setup=SETUP, ask=ASK)
-        def build(self, setup, ask):
-            self.world = World(machine, setup)
-            self.world.do(ask)
-
-        @rule(ask=ASK)
-        def ask(self, ask):
-            self.world.do(ask)
-
-        @rule(times=st.integers(1, 6))
-        def step(self, times):
-            self.world.do(Step(times))
-
-        @rule(which=PICK)
-        def abort(self, which):
-            self.world.do(Abort(which))
-
-        @rule(fault=FAULT)
-        def go_wrong(self, fault):
-            self.world.do(fault)
-
-        def teardown(self):
-            try:
-                self.world.finish(oracle)
-            finally:
-                self.world.close()
-
-    run_state_machine_as_test(
-        EngineMachine,
-        settings=settings(
-            max_examples=10,
-            stateful_step_count=12,
-            deadline=None,
-            derandomize=True,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
