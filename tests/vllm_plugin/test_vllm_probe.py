@@ -195,34 +195,6 @@ def test_statistics_come_whole_and_by_layer(tiny_model: Path, tiny_stats: Path) 
             assert torch.equal(getattr(layer, tensor), getattr(expected, tensor)), tensor
 
 
-def test_a_public_file_serves_the_policy_that_it_was_made_for(
-    tiny_model: Path, tiny_stats: Path, tmp_path: Path
-) -> None:
-    own = QueryStats.load(tiny_stats)
-    layers, heads, head_dim = own.q_mean.shape
-    real, imag = own.q_mean.unflatten(-1, (2, head_dim // 2)).unbind(2)
-    entries = {
-        f"layer{n:02}_head{h:02}": {
-            "q_mean_real": real[n, h],
-            "q_mean_imag": imag[n, h],
-            "q_abs_mean": own.q_abs_mean[n, h],
-        }
-        for n in range(layers)
-        for h in range(heads)
-    }
-    path = tmp_path / "public.pt"
-    metadata = {"rope_style": "half", "head_dim": head_dim}
-    torch.save({"metadata": metadata, "stats": entries}, path)
-    with loaded_by_vllm(tiny_model) as runner:
-        stats = described(runner, path).stats
-        assert stats is not None
-        for n, layer in enumerate(stats):
-            assert torch.equal(layer.q_mean, own.q_mean[n])
-            assert torch.equal(layer.q_abs_mean, own.q_abs_mean[n])
-        with pytest.raises(InvalidArgumentError, match="needs statistics with centres"):
-            described(runner, path, "query_mixture")
-
-
 def test_another_models_statistics_are_refused(tiny_model: Path, tiny_stats: Path, tmp_path: Path) -> None:
     other = save_model("Qwen3Config", {"head_dim": 64, "rope_theta": 77.0}, tmp_path / "other")
     foreign = make_stats(other, tmp_path / "other.safetensors", num_tokens=1024)

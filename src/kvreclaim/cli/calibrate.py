@@ -58,9 +58,6 @@ def calibrate(
             "128 MiB.",
         ),
     ] = None,
-    half: Annotated[
-        bool, typer.Option("--half", help="Write centers in fp16, which halves the file.")
-    ] = False,
     dtype: DType = "auto",
     device: Device = "auto",
 ) -> None:
@@ -90,7 +87,7 @@ def calibrate(
     else:
         stats = measure(llm, text, reading, {"covariance": covariance, **measuring}, console.print)
     with writing(output):
-        stats.save(output, half=half)
+        stats.save(output)
     found = stats.mean_concentration([layer.rope for layer in llm.loaded.facts.layers]).tolist()
     console.print(f"concentration R by layer: {' '.join(f'{value:.3f}' for value in found)}")
     show_statistics(console, stats)

@@ -60,8 +60,7 @@ class CompressionConfig(CompressionSettings):
     verify:         the compressed cache only drafts; the full cache is kept and verifies, so the output is
                     that of a request without compression (docs/lossless.md)
     verify_tokens:  most drafts between two verifications
-    stats:          query statistics or their file (.safetensors, public .pt); read only by policies that need
-                    them
+    stats:          query statistics or their .safetensors file; read only by policies that need them
     options:        the policy's own parameters; an unknown one is an error
 
     With policy "full" nothing is evicted; the other fields are checked but have no effect. Policies that read

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from kvreclaim.compression.loss_curve import STATS_HEADER, LossCurve
 from kvreclaim.compression.public_kvzap import KVzapWeights
-from kvreclaim.compression.public_stats import read_public_stats
 from kvreclaim.compression.stats_metadata import RECALIBRATE, REMEASURE, StatsMetadata, check_tensor
 from kvreclaim.compression.trial import Trial
 from kvreclaim.errors import InvalidArgumentError, StatsMismatchError
@@ -27,7 +26,7 @@ from kvreclaim.ops.rope import RopeLayout, to_bands
 from kvreclaim.temporary import temporary_directory
 
 CENTER_TENSORS = ("centers", "center_var", "center_weight")
-_HALVED = ("centers", "center_var")
+_HALVED = ("centers", "center_var")  # fp16 in some files of earlier versions
 KEY_TENSORS = ("k_mean", "k_energy", "q_energy", "k_directions", "k_gains")
 KV_TENSORS = ("surrogate", "surrogate_age", "head_shares", "kvzap_out", *KEY_TENSORS)
 TENSORS = ("q_mean", "q_abs_mean", *CENTER_TENSORS, "q_cov", *KV_TENSORS, "kvzap_in")
@@ -207,16 +206,15 @@ class QueryStats(StatsTensors):
                 f"{facts.name!r}: {'; '.join(differ)}; {RECALIBRATE if not facts.overridden else REMEASURE}."
             )
 
-    def save(self, path: str | os.PathLike[str], *, half: bool = False) -> None:
-        """Write a .safetensors file, whole or not at all; half: centres and their variances in fp16."""
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a .safetensors file, whole or not at all."""
         target = Path(path)
         self.check_target(target)
         with temporary_directory(target.parent, "stats") as made:
             written = made / target.name
             header = {STATS_HEADER: self.metadata.model_dump_json()}
-            halved = _HALVED if half else ()
-            tensors = {n: t.half() if n in halved else t for n, t in self.present().items()}
-            save_file({n: t.contiguous() for n, t in tensors.items()}, written, metadata=header)
+            tensors = {name: tensor.contiguous() for name, tensor in self.present().items()}
+            save_file(tensors, written, metadata=header)
             written.chmod(0o644)  # safetensors creates it for its owner alone
             os.replace(written, target)
 
@@ -232,20 +230,22 @@ class QueryStats(StatsTensors):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> QueryStats:
-        """Read our .safetensors or a public .pt file, which holds no centres.
+        """Read a .safetensors file.
 
         Raises: InvalidArgumentError for a missing file or another suffix; StatsMismatchError for a
             file that is corrupt or incomplete.
         """
         file = Path(path)
-        if file.suffix not in (".safetensors", ".pt"):
-            raise InvalidArgumentError(f"statistics file {str(path)!r} must end in .safetensors or .pt.")
+        if file.suffix != ".safetensors":
+            raise InvalidArgumentError(
+                f"statistics file {str(path)!r} must end in .safetensors; {RECALIBRATE}."
+            )
         if not file.is_file():
             raise InvalidArgumentError(f"statistics file {str(path)!r} does not exist; {RECALIBRATE}.")
-        return _load_public(file) if file.suffix == ".pt" else _load_own(file)
+        return _load(file)
 
 
-def _load_own(path: Path) -> QueryStats:
+def _load(path: Path) -> QueryStats:
     try:
         with safe_open(path, framework="pt") as file:
             header = (file.metadata() or {}).get(STATS_HEADER)
@@ -267,17 +267,3 @@ def _load_own(path: Path) -> QueryStats:
     if missing := [name for name in TENSORS[:2] if name not in tensors]:
         raise StatsMismatchError(f"{path} lacks {', '.join(missing)}; {RECALIBRATE}.")
     return QueryStats(metadata=metadata, **tensors)
-
-
-def _load_public(path: Path) -> QueryStats:
-    public = read_public_stats(path)
-    num_layers, num_heads, head_dim = public.q_mean.shape
-    metadata = StatsMetadata(
-        model_name=public.model_name,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        head_dim=head_dim,
-        rope_style="half" if public.rope_style == "half" else "interleaved",
-        source="public .pt file",
-    )
-    return QueryStats(public.q_mean, public.q_abs_mean, metadata=metadata)
