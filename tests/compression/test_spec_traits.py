@@ -8,8 +8,8 @@ import re
 import pytest
 
 from kvreclaim.compression import spec_table
+from kvreclaim.compression.policy import window_of
 from kvreclaim.compression.registry import make_policy, policy_names
-from kvreclaim.compression.signal_needs import window_of
 from kvreclaim.compression.spec.traits import footprint, traits
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod

@@ -36,8 +36,7 @@ from kvreclaim.compression.select import (
     refuse_nan,
     select_each,
 )
-from kvreclaim.compression.stats import LayerStats, QueryStats
-from kvreclaim.compression.stats_digest import stats_digest
+from kvreclaim.compression.stats import LayerStats, QueryStats, stats_digest
 from kvreclaim.compression.wrapping import ranked
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops import reference
@@ -351,3 +350,8 @@ class Compressor:
             return positions <= oldest
         slots = torch.arange(question.num_tokens, device=self.facts.device)
         return slots + (question.logical_len - question.num_tokens) <= oldest
+
+
+def needs_of(compressor: Compressor | None) -> frozenset[Signal]:
+    """Return the signals that the compressor needs, if it ever evicts."""
+    return frozenset() if compressor is None else compressor.needs

@@ -265,6 +265,13 @@ class CompressionPolicy(ABC):
         raise NotImplementedError(f"{self.name} reads every block")
 
 
+def window_of(policy: CompressionPolicy) -> int | None:
+    """Queries before the first pass that must be computed, not found in the prefix index; None: all."""
+    if Signal.ATTENTION_MASS in policy.needs:
+        return None
+    return max(1, policy.query_window) if Signal.RECENT_QUERIES in policy.needs else 1
+
+
 def traits(policy: CompressionPolicy) -> frozenset[Trait]:
     """Return the traits for which wrappers may refuse the policy."""
     own = unfit_to_wrap(policy.eviction_method)

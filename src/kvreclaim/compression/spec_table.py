@@ -10,9 +10,8 @@ from inspect import getattr_static
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from kvreclaim.compression.policy import CompressionPolicy, Wrapper
+from kvreclaim.compression.policy import CompressionPolicy, Wrapper, window_of
 from kvreclaim.compression.registry import built_in, make_policy
-from kvreclaim.compression.signal_needs import window_of
 from kvreclaim.errors import InvalidArgumentError
 
 FILE = Path(__file__).parent / "spec" / "policies.json"

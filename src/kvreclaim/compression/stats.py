@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Self
 
@@ -267,3 +268,17 @@ def _load(path: Path) -> QueryStats:
     if missing := [name for name in TENSORS[:2] if name not in tensors]:
         raise StatsMismatchError(f"{path} lacks {', '.join(missing)}; {RECALIBRATE}.")
     return QueryStats(metadata=metadata, **tensors)
+
+
+def stats_digest(layers: Iterable[LayerStats]) -> str:
+    """Return the sha256 of every number, with names, dtypes and shapes."""
+    digest = sha256()
+    for layer in layers:
+        for each in fields(layer):
+            value = getattr(layer, each.name)
+            if isinstance(value, Tensor):
+                digest.update(f"{each.name} {value.dtype} {tuple(value.shape)} ".encode())
+                digest.update(value.contiguous().cpu().numpy().tobytes())
+            else:
+                digest.update(f"{each.name} {value} ".encode())
+    return digest.hexdigest()

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 
 import torch
 
-from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.compressor import Compressor, needs_of
 from kvreclaim.compression.policy import Signal
-from kvreclaim.compression.signal_needs import needs_of
 from kvreclaim.engine.extension import Extensions, HitLostError
 from kvreclaim.engine.request.outputs import EngineTotals, FinishReason
 from kvreclaim.engine.request.request import Request, Scheduled, Sequence

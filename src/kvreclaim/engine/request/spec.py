@@ -12,7 +12,7 @@ from kvreclaim.beams import BeamSearchParams
 from kvreclaim.checks import check_int, require
 from kvreclaim.compression.compressor import Compressor
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.compression.signal_needs import window_of
+from kvreclaim.compression.policy import window_of
 from kvreclaim.config import EngineConfig
 from kvreclaim.memory.pins import Retention
 from kvreclaim.ops.groups import LayerGroups

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.compressor import Compressor, needs_of
 from kvreclaim.compression.policy import Signal
 from kvreclaim.compression.prefill.method import SparsePrefill
-from kvreclaim.compression.signal_needs import needs_of
 from kvreclaim.engine.request.request import Sequence
 from kvreclaim.engine.request.verify import Verify
 from kvreclaim.ops.facts import ModelFacts

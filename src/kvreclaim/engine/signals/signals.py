@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from kvreclaim.checks import require
-from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.compressor import Compressor, needs_of
 from kvreclaim.compression.policy import LayerSignals, Signal
-from kvreclaim.compression.signal_needs import needs_of
 from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.engine.signals.late import LateRows, LateSignals
 from kvreclaim.engine.signals.needs import is_watched, signal_bytes, window_of

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvreclaim.compression.compressor import needs_of
 from kvreclaim.compression.policy import Signal
-from kvreclaim.compression.signal_needs import needs_of
 from kvreclaim.engine.request.request import Scheduled, Sequence
 from kvreclaim.engine.signals.observer import score_write
 from kvreclaim.engine.signals.signals import Signals

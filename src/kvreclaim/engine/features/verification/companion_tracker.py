@@ -6,8 +6,8 @@ import logging
 from collections.abc import Iterable
 from dataclasses import replace
 
+from kvreclaim.compression.compressor import needs_of
 from kvreclaim.compression.policy import Signal
-from kvreclaim.compression.signal_needs import needs_of
 from kvreclaim.engine.compact.job import CompactionJob
 from kvreclaim.engine.compact.passes import CompressionPass
 from kvreclaim.engine.execute.runner import ModelRunner

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as ListLike
 
+from kvreclaim.compression.compressor import needs_of
 from kvreclaim.compression.policy import Signal
-from kvreclaim.compression.signal_needs import needs_of
 from kvreclaim.engine.execute.recurrent import RecurrentStates
 from kvreclaim.engine.extension import AttentionHook, Extension
 from kvreclaim.engine.features.verification.companion_drafts import CompanionDraft, draft_all
