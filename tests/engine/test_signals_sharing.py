@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
-from checking import check_forks, tokens
+from checking import check_forks, check_preemption, check_scoring, tokens
 from recording import Recorder, register
-from settings import assert_idle, small
+from settings import small
 
 from kvreclaim import SamplingParams
 
@@ -79,19 +79,8 @@ def test_a_request_that_will_not_be_compressed_reads_every_hit(make_llm):
 
 @pytest.mark.parametrize("want", WATCHED)
 def test_preemption_brings_the_same_signals_again(want, make_llm):
-    prompts = tiny.prompts((20, 19, 18, 17), seed=7)
-    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (160, 100, 100, 100)]
-    asking = small("recorder", interval=16, options={"want": want})
-    configs = [None, *[asking] * 3]  # the first one grows and drives the others out
-    calm = make_llm(block_size=8, max_num_batched_tokens=32).generate(prompts, params, configs)
-    tight = make_llm(block_size=8, num_blocks=26, max_num_batched_tokens=32)
-    crowded = tight.generate(prompts, params, configs)
-    assert sum(out.metrics.preemptions for out in crowded) > 0
-    passes = sum(out.metrics.compactions for out in crowded)
-    assert tight.engine.totals.compactions > passes, "nobody was preempted after it was compressed"
-    assert tokens(crowded) == tokens(calm)
+    tight = check_preemption(make_llm, config(want, interval=16), num_blocks=26)
     assert tight.engine.signals._mass.tensor.numel() == 0
-    assert_idle(tight)
 
 
 @pytest.mark.parametrize("want", WATCHED)
@@ -112,8 +101,4 @@ def test_fork_then_compress_one(want, make_llm):
 
 @pytest.mark.parametrize("want", WATCHED)
 def test_scoring_ones_own_output_predicts_it(want, make_llm):
-    prompts = tiny.prompts((60, 25), seed=14)
-    llm = make_llm(block_size=8, max_num_batched_tokens=64)
-    outputs = llm.generate(prompts, GREEDY, config(want))
-    scored = llm.score(prompts, tokens(outputs), config(want))
-    assert [s.predicted for s in scored] == tokens(outputs)
+    check_scoring(make_llm, config(want))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvreclaim.errors import InvalidArgumentError, UnknownRequestError
-from kvreclaim.memory import Growth, MemoryManager
+from kvreclaim.memory import CompactionPlan, Growth, MemoryManager
 
 from .sequences import find, fork, run, token_list, write
 
@@ -188,6 +188,7 @@ def test_distrusted_blocks_are_found_by_nobody():
         lambda memory: memory.drop_blocks(9, [0]),
         lambda memory: memory.mark_inexact(9),
         lambda memory: memory.table_state(9),
+        lambda memory: memory.shrink(CompactionPlan(9, 0, ())),
     ],
 )
 def test_an_unknown_sequence_is_named(call):

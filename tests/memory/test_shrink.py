@@ -8,15 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvreclaim.memory
-from kvreclaim.errors import UnknownRequestError
 from kvreclaim.memory import CompactionPlan, MemoryManager
 
 from .sequences import find, fork, run, write
 
 
-def private(length: int = 14, num_blocks: int = 10) -> MemoryManager:
+def private(length: int = 14) -> MemoryManager:
     """Sequence 0 with four private blocks 0-3 of four slots, none of them indexed."""
-    memory = MemoryManager(num_blocks, 4, enable_prefix_caching=False)
+    memory = MemoryManager(10, 4, enable_prefix_caching=False)
     run(memory, 0, range(length))
     return memory
 
@@ -62,12 +61,6 @@ def test_a_plan_is_carried_out_whole_or_not_at_all(plan, message):
     assert tables == [seen(memory, i) for i in (0, 1)]
     assert memory.table(0).exact
     memory.check()
-
-
-def test_an_unknown_sequence_is_refused():
-    memory = private(16, num_blocks=5)
-    with pytest.raises(UnknownRequestError, match="sequence 5"):
-        memory.shrink(CompactionPlan(5, 0, ()))
 
 
 @pytest.mark.parametrize("index", [-1, 3, 4])
