@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
+from typing import Any
 
 import numpy as np
 import torch
@@ -355,3 +356,34 @@ class Compressor:
 def needs_of(compressor: Compressor | None) -> frozenset[Signal]:
     """Return the signals that the compressor needs, if it ever evicts."""
     return frozenset() if compressor is None else compressor.needs
+
+
+def choose_together(
+    compressors: Sequence[Compressor], choose: Callable[[Compressor, list[int]], list[Any]]
+) -> list[Any]:
+    """Choose the kept slots of several passes, those with the same compressor together. If they fail
+    together, each chooses alone.
+
+    compressors: of each pass; choose: (compressor, places of the passes) -> the choice of each
+
+    Returns: the choice of each, or its error.
+    """
+    members: dict[Compressor, list[int]] = {}
+    for i, compressor in enumerate(compressors):
+        members.setdefault(compressor, []).append(i)
+    found: dict[int, Any] = {}
+    for compressor, places in members.items():
+        together = tried(choose, compressor, places)
+        if isinstance(together, Exception):
+            alone = [tried(choose, compressor, [i]) for i in places]
+            together = [one if isinstance(one, Exception) else one[0] for one in alone]
+        found.update(zip(places, together, strict=True))
+    return [found[i] for i in range(len(compressors))]
+
+
+def tried(work: Any, *args: Any) -> Any:
+    """Call `work`. Returns: its result, or the error."""
+    try:
+        return work(*args)
+    except Exception as error:
+        return error

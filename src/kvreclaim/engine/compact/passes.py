@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as ListLike
-from typing import Any
 
-from kvreclaim.compression.compressor import Compressor
+from kvreclaim.compression.compressor import Compressor, choose_together, tried
 from kvreclaim.engine.compact.job import CompactionJob, CompactionResult, PassMethod
 from kvreclaim.engine.compact.methods import BlockEviction, HeadCompaction, TokenCompaction
 from kvreclaim.engine.compact.pass_context import PassContext
@@ -58,34 +56,3 @@ class CompressionPass:
 
     def _method(self, compressor: Compressor) -> PassMethod:
         return self.methods[compressor.eviction_method]
-
-
-def choose_together(
-    compressors: ListLike[Compressor], choose: Callable[[Compressor, list[int]], list[Any]]
-) -> list[Any]:
-    """Choose the kept slots of several passes, those with the same compressor together. If they fail
-    together, each chooses alone.
-
-    compressors: of each pass; choose: (compressor, places of the passes) -> the choice of each
-
-    Returns: the choice of each, or its error.
-    """
-    members: dict[Compressor, list[int]] = {}
-    for i, compressor in enumerate(compressors):
-        members.setdefault(compressor, []).append(i)
-    found: dict[int, Any] = {}
-    for compressor, places in members.items():
-        together = tried(choose, compressor, places)
-        if isinstance(together, Exception):
-            alone = [tried(choose, compressor, [i]) for i in places]
-            together = [one if isinstance(one, Exception) else one[0] for one in alone]
-        found.update(zip(places, together, strict=True))
-    return [found[i] for i in range(len(compressors))]
-
-
-def tried(work: Any, *args: Any) -> Any:
-    """Call `work`. Returns: its result, or the error."""
-    try:
-        return work(*args)
-    except Exception as error:
-        return error
