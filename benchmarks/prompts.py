@@ -124,6 +124,7 @@ class PrefillPlan(TextPlan):
             "pooled",
             "pooled(alpha=0.3)",
             "a_shape(local=2048)",
+            "vertical_slash(vertical=1000, slash=2048)",
             "block_sparse(top=32)",
         ),
         "Ways of sparse prefill, comma-separated.",

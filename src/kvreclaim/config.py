@@ -329,8 +329,8 @@ class EngineConfig:
     enforce_eager: bool = option(False, "Use no CUDA graphs.", panel=MODEL)
     sparse_prefill: str = option(
         DENSE,
-        "How long prompts are computed: dense, or with sparse attention, which is lossy: pooled, a_shape "
-        "or block_sparse, with options as in pooled(alpha=0.1).",
+        "How long prompts are computed: dense, or with sparse attention, which is lossy: pooled, a_shape, "
+        "block_sparse or minference, with options as in pooled(alpha=0.1).",
         panel=COMPRESSION,
     )
 

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 from kvreclaim.calibrate.calibration import calibrate
 from kvreclaim.cli.main import app
 from kvreclaim.compression.loss_curve import LossCurve
+from kvreclaim.compression.prefill.per_head import Patterns
 from kvreclaim.compression.stats import QueryStats
 from kvreclaim.eval.chain import ChainTask
 from kvreclaim.eval.vocabulary import TOKENS
@@ -116,6 +117,25 @@ def test_a_text_that_the_model_does_not_know_is_refused(tmp_path):
     result = CliRunner().invoke(app, ["calibrate", "--model", "demo", "-o", output])
     assert result.exit_code == 2
     assert "of the words of the text; pass a text of its own language with --text" in result.output
+
+
+def test_patterns_of_heads_go_to_a_file_of_their_own(text):
+    target = text.with_name("heads.json")
+    options = ["calibrate", "--model", "demo", "--text", str(text), "--sparse-prefill", str(target)]
+    result = CliRunner().invoke(app, [*options, "--budget", "128"])
+    assert result.exit_code == 2
+    assert "no document is long enough" in result.output
+    example = ChainTask(2200, 200).sample(0)
+    text.write_text(" ".join(TOKENS[token] for token in example.document))
+    result = CliRunner().invoke(app, [*options, "--budget", "128"])
+    assert result.exit_code == 0, result.output
+    patterns = Patterns.load(target)
+    assert "KV heads:" in result.output
+    assert sum(map(len, patterns.heads)) == int(result.output.split()[0])
+    assert {head for layer in patterns.heads for head in layer} <= {0, 1, 2}
+    both = CliRunner().invoke(app, [*options, "-o", "x.safetensors"])
+    assert both.exit_code == 2
+    assert "name one" in both.output
 
 
 def test_a_loss_curve_is_added_printed_and_kept(tmp_path, tiny_dir):

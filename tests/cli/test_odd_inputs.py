@@ -64,7 +64,8 @@ def test_a_file_that_is_none_of_its_kind(name: str) -> None:
 def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(name: str) -> None:
     for command in (PLAN, DRAWN, ("demo",), ("bench", "decode")):
         refused(*command, "--json", name)
-    refused("calibrate-speed", "-o", name)
+    for command in (("calibrate-speed", "-o"), ("calibrate", "--sparse-prefill")):
+        refused(*command, name)
     refused("eval", "--csv", name)
 
 

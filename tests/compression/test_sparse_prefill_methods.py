@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvreclaim.compression.prefill.method import SparsePrefill, Tiles
-from kvreclaim.compression.prefill.minference import AShape, BlockSparse
+from kvreclaim.compression.prefill.minference import AShape, BlockSparse, VerticalSlash
 from kvreclaim.compression.prefill.pooled import Pooled
 from kvreclaim.compression.prefill.registry import make_method, method_names
 from kvreclaim.errors import InvalidArgumentError
@@ -76,6 +76,17 @@ class TestLoops:
         q, keys = torch.randn(40, 4, 8) * 2, torch.randn(2, 128, 8)
         return tiles_of(q, keys, self.lengths, self.block, self.first)
 
+    def weights(self, tiles: Tiles) -> torch.Tensor:
+        """[T, H, slots] fp64 of dense attention."""
+        q = torch.cat([rows[:n] for rows, n in zip(tiles.queries, self.lengths, strict=True)]).double()
+        keys = tiles.keys(0, 128).double().repeat_interleave(2, 0)
+        logits = torch.einsum("thd,hsd->ths", q, keys) * tiles.softmax.scale
+        late = torch.arange(128) > self.first + torch.arange(40)[:, None]
+        return logits.masked_fill(late[:, None], -torch.inf).softmax(-1)
+
+    def rows(self, tile: int) -> range:
+        return range(sum(self.lengths[:tile]), sum(self.lengths[: tile + 1]))
+
     def test_pooled_in_pieces_is_pooled(self, tiles, monkeypatch):
         whole = Pooled(alpha=0.5, sinks=0, local=0, block=8).choose(tiles)
         monkeypatch.setattr("kvreclaim.compression.prefill.method.MAX_ELEMENTS", 1)
@@ -99,9 +110,43 @@ class TestLoops:
                 wanted = {*shares.topk(4).indices.tolist(), 0, past - 1}
                 assert set(kept[n, head].nonzero().flatten().tolist()) == wanted
 
+    def test_columns_and_diagonals(self, tiles):
+        """Of the last queries of a span, summed over the query heads of a KV head."""
+        method = VerticalSlash(vertical=40, slash=24, queries=12, block=8)
+        columns, diagonals = method.sums(tiles, tiles.keys(0, 128))
+        weights = self.weights(tiles)[-12:].unflatten(1, (2, 2)).sum(2)  # [q, K, slots]
+        torch.testing.assert_close(columns.double(), weights.sum(0), atol=1e-5, rtol=0)
+        wanted = torch.zeros(2, 128, dtype=torch.float64)
+        for i in range(12):
+            for slot in range(116 + i + 1):
+                wanted[:, 116 + i - slot] += weights[i, :, slot]
+        torch.testing.assert_close(diagonals.double(), wanted, atol=1e-5, rtol=0)
+
+    def test_vertical_slash_reads_the_blocks_of_columns_and_distances(self, tiles):
+        method = VerticalSlash(vertical=40, slash=112, queries=12, block=8)
+        kept = method.choose(tiles) & tiles.visible
+        columns, diagonals = method.sums(tiles, tiles.keys(0, 128))
+        for head in range(2):
+            by_block = columns[head, : 15 * 8].unflatten(0, (15, 8)).sum(-1)
+            best = {0, 1, 2, 3} | {4 + int(by_block[4:].argmax())}
+            bins = diagonals[head].unflatten(0, (16, 8)).sum(-1)
+            near = {*range(13), 13 + int(bins[13:].argmax())}
+            for n in range(3):
+                start, past = self.first + self.rows(n).start, int(tiles.past[n, head])
+                ends = start + self.lengths[n]
+                reached = {
+                    b
+                    for b in range(past)
+                    if any((p - s) // 8 in near for p in range(start, ends) for s in range(8 * b, 8 * b + 8))
+                }
+                wanted = {b for b in best if b < past} | reached
+                assert set(kept[n, head].nonzero().flatten().tolist()) == wanted
+
 
 def test_a_method_is_made_as_it_is_written():
     for name in method_names():
+        if name == "minference":
+            continue
         method = make_method(name)
         assert isinstance(method, SparsePrefill)
         assert method.name == name
@@ -119,6 +164,7 @@ def test_a_method_is_made_as_it_is_written():
         ("pooled(alpha=high)", "alpha is 'high'; pass a number from 0 to 1"),
         ("pooled(block=0)", "option block is 0"),
         ("block_sparse(top=0)", "option top is 0"),
+        ("minference(heads='nowhere')", "'nowhere' holds no patterns of heads"),
     ],
 )
 def test_a_wrong_option_is_one_sentence(text, said):

@@ -30,8 +30,8 @@ def llm(tmp_path, make_llm):
 
 def test_a_setting_that_a_feature_refuses_is_refused_before_storage_is_taken(tmp_path, make_llm):
     sizes = {"kv_offloading_size": 16e6 / GIB, "kv_offloading_disk_size": 32e6 / GIB}
-    with pytest.raises(InvalidArgumentError, match="flesh"):
-        make_llm(sparse_prefill="flesh", kv_offloading_disk_path=str(tmp_path), **sizes)
+    with pytest.raises(InvalidArgumentError, match="vertical_slash"):
+        make_llm(sparse_prefill="vertical_slash", kv_offloading_disk_path=str(tmp_path), **sizes)
     assert not list(tmp_path.iterdir())
 
 

@@ -12,6 +12,9 @@ from prefill_shadow import PrefillShadow
 from settings import assert_idle, small, with_options
 
 from kvreclaim import SamplingParams
+from kvreclaim.calibrate.prefill_patterns import find_patterns
+from kvreclaim.compression.prefill.minference import AShape, BlockSparse
+from kvreclaim.compression.prefill.per_head import Patterns
 from kvreclaim.errors import InvalidArgumentError
 
 POOLED = "pooled(alpha=0.9, rows=16, first=24, last=6, layers=0, block=8, sinks=1, local=1)"
@@ -76,6 +79,7 @@ def test_formats(form, kernels, make_llm, monkeypatch):
         "pooled(alpha=0)",
         "pooled(sinks=16, local=16)",
         "a_shape",
+        "vertical_slash(vertical=4096)",
         "block_sparse(top=8)",
     ],
 )
@@ -111,6 +115,7 @@ def test_tiles_that_read_everything_give_the_bits_of_dense_layers(kernels, make_
     [
         POOLED,
         "a_shape(first=24, last=6, layers=0, sinks=8, local=16, block=8)",
+        "vertical_slash(first=24, last=6, layers=0, vertical=16, slash=32, block=8, every=64)",
         "block_sparse(first=24, last=6, layers=0, block=8, top=3)",
     ],
 )
@@ -166,11 +171,12 @@ def test_the_engine_says_it_for_all_and_a_request_for_itself(make_llm):
     ("method", "params", "config", "said"),
     [
         ("pooled(first=1", {}, None, "sparse prefill 'pooled\\(first=1' is no name"),
-        ("xattention", {}, None, "'xattention' is unknown; known are dense, pooled, a_shape, block_sparse"),
+        ("xattention", {}, None, "'xattention' is unknown; known are dense, pooled, a_shape, vertical_slash"),
         ("pooled(beta=1)", {}, None, "is given 'beta'; its options, each written option=value, are first"),
         ("pooled(alpha=2)", {}, None, "option alpha is 2; pass a number from 0 to 1"),
         ("pooled(block=12)", {}, None, r"blocks of 12 tokens, .* such as pooled\(block=16\)"),
         ("pooled(rows=512, local=0)", {}, None, "decides on 256 tokens at once, .* raise it to 264"),
+        ("minference", {}, None, "needs a pattern for each head; write minference"),
         (POOLED, {"prompt_logprobs": 1}, None, "only approximates"),
     ],
 )
@@ -179,6 +185,11 @@ def test_what_cannot_be_served_is_refused(method, params, config, said, make_llm
     with pytest.raises(InvalidArgumentError, match=said):
         llm.generate(by(method, tiny.prompts((20,))), replace(GREEDY, **params), config)
     assert_idle(llm)
+
+
+def test_a_method_that_gains_nothing_is_not_switched_on_for_all(make_llm):
+    with pytest.raises(InvalidArgumentError, match="takes about as long as dense attention does"):
+        make_llm(sparse_prefill="vertical_slash")
 
 
 def test_layers_with_windows_in_the_same_table_are_refused(make_llm):
@@ -197,3 +208,62 @@ def test_triton_kernels(make_llm):
     ]
     assert found[0][0].metrics.prefill_share == found[1][0].metrics.prefill_share < 1
     assert tokens(found[0]) == tokens(found[1])
+
+
+class TestPatterns:
+    """A pattern for each head, from a file."""
+
+    @pytest.fixture
+    def llm(self, make_llm):
+        return make_llm(max_num_batched_tokens=1200, max_num_seqs=8, num_blocks=100)
+
+    def test_calibration_finds_the_pattern_that_reads_most(self, llm, tmp_path, monkeypatch):
+        """Where a candidate reads everything, it is every head's; the file says so again."""
+        everything = (
+            AShape(sinks=64, local=64, block=64, layers=0, last=1),
+            BlockSparse(top=100, block=64, layers=0, last=1),
+        )
+        monkeypatch.setattr("kvreclaim.calibrate.prefill_patterns.candidates", lambda *_: everything)
+        found = find_patterns(llm, tiny.prompts((500, 430), seed=1), budget=128, span=64)
+        assert found.heads == ((1, 1), (1, 1))
+        found.save(tmp_path / "heads.json")
+        assert Patterns.load(tmp_path / "heads.json").heads == found.heads
+        assert_idle(llm)
+
+    def test_each_head_reads_by_its_own(self, llm, tmp_path):
+        """Heads that all read by one pattern answer as that method does; others read in between."""
+        prompts = tiny.prompts((450,), seed=2)
+        shape = AShape(sinks=64, local=64, block=64)
+        top = BlockSparse(top=2, block=64)
+        common = "first=128, last=8, layers=0, block=64"
+        answers = {}
+        for name, heads in (("a", ((0, 0),) * 2), ("b", ((1, 1),) * 2), ("mixed", ((0, 1),) * 2)):
+            path = tmp_path / f"{name}.json"
+            Patterns(llm.engine.groups.facts.fingerprint, (shape, top), heads).save(path)
+            method = f"minference(heads='{path}', {common})"
+            answers[name] = llm.generate(by(method, prompts), GREEDY)
+        for name, method in (
+            ("a", f"a_shape(sinks=64, local=64, {common})"),
+            ("b", f"block_sparse(top=2, {common})"),
+        ):
+            alone = llm.generate(by(method, prompts), GREEDY)
+            assert tokens(alone) == tokens(answers[name])
+            assert alone[0].metrics.prefill_share == answers[name][0].metrics.prefill_share
+        shares = [answers[name][0].metrics.prefill_share for name in ("a", "b", "mixed")]
+        assert min(shares[:2]) < shares[2] < max(shares[:2])
+
+    def test_what_is_of_another_model_or_no_file_is_refused(self, llm, tmp_path):
+        path = tmp_path / "heads.json"
+        Patterns("another", (AShape(block=64),), ((0, 0), (0, 0))).save(path)
+        method = f"minference(heads='{path}', local=0)"
+        for text, said in (
+            (f"minference(heads='{path}')", "are those of another model"),
+            (f"minference(heads='{path}', block=128)", r"among \[64\]; write block=64"),
+            (method, "is given 'local'"),
+        ):
+            with pytest.raises(InvalidArgumentError, match=said):
+                llm.generate(by(text, tiny.prompts((20,))), GREEDY)
+
+    def test_documents_shorter_than_what_is_read_tell_nothing(self, llm):
+        with pytest.raises(InvalidArgumentError, match="the longest has 100 tokens, and each reads 128"):
+            find_patterns(llm, tiny.prompts((100,)), budget=128, span=64)

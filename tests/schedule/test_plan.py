@@ -157,10 +157,10 @@ def test_no_prompt_makes_it_less_than_what_holds_for_all(footprint: Footprint, n
     assert min(each[: max(0, for_all - 1)], default=for_all) >= for_all
 
 
-SPARSE = SparseRows(tile=8, first=10, last=5)
+SPARSE = SparseRows(tile=4, span=8, first=10, last=5)
 
 
-def test_rows_lie_between_multiples_of_the_tile():
+def test_rows_lie_between_multiples_of_the_span():
     assert SPARSE.rows(60) == range(16, 48)
     assert SPARSE.rows(61) == range(16, 56)
     assert SPARSE.rows(20) == range(16, 16)
@@ -169,8 +169,8 @@ def test_rows_lie_between_multiples_of_the_tile():
 
 @st.composite
 def footprints(draw) -> Footprint:
-    tile = draw(st.sampled_from((4, 8, 12)))
-    sparse = SparseRows(tile, draw(st.integers(0, 20)), draw(st.integers(1, 20)))
+    span = draw(st.sampled_from((4, 8, 12)))
+    sparse = SparseRows(4, span, draw(st.integers(0, 20)), draw(st.integers(1, 20)))
     if draw(st.booleans()):
         return Footprint(sparse=sparse, max_chunk=draw(st.integers(12, 40)))
     budget, interval = draw(st.integers(4, 30)), draw(st.integers(1, 10))
@@ -181,14 +181,14 @@ def footprints(draw) -> Footprint:
 
 @given(footprints(), st.integers(1, 150), st.data())
 def test_every_chunk_ends_at_a_multiple_or_at_a_point_of_the_sequences_own(footprint, num_prompt, data):
-    """Whatever room steps leave, as long as a tile fits into one; and so the chunks between such points are
+    """Whatever room steps leave, as long as a span fits into one; and so the chunks between such points are
     the same."""
     seq = ScheduledSequence(0, "r", [0] * (num_prompt + 3), num_prompt, 200, footprint=footprint)
     rows = footprint.sparse_rows(num_prompt)
     for _ in range(1000):
         if not seq.num_uncomputed:
             break
-        most = data.draw(st.integers(footprint.sparse.tile, 40))
+        most = data.draw(st.integers(footprint.sparse.span, 40))
         own = footprint._until_pass(seq.num_computed, num_prompt, seq.account)
         own = seq.num_computed + own if footprint.eviction_method.evicts else -1
         was_exact = seq.is_exact
@@ -196,7 +196,7 @@ def test_every_chunk_ends_at_a_multiple_or_at_a_point_of_the_sequences_own(footp
         assert 0 < chunk <= most
         end = seq.num_computed
         if rows.start < end < rows.stop:
-            assert end % footprint.sparse.tile == 0 or end == own
+            assert end % footprint.sparse.span == 0 or end == own
         assert was_exact == (end <= rows.stop), "no chunk is exact in part"
         if seq.is_due:
             gone = seq.num_computed - seq.account.num_evicted - footprint.budget
@@ -209,8 +209,8 @@ def test_every_chunk_ends_at_a_multiple_or_at_a_point_of_the_sequences_own(footp
 def test_a_hit_ends_where_a_chunk_may(footprint, num_tokens):
     end, sparse = footprint.hit_end(num_tokens), footprint.sparse
     assert end <= num_tokens
-    assert end == num_tokens or num_tokens - end < sparse.tile
-    assert end <= sparse.start or end % sparse.tile == 0
+    assert end == num_tokens or num_tokens - end < sparse.span
+    assert end <= sparse.start or end % sparse.span == 0
     assert footprint.hit_end(end) == end
 
 

@@ -1,1 +1,1 @@
-"""Offline measuring of a model: its statistics, its best policy."""
+"""Offline measuring of a model: its statistics, its sparse prefill patterns, its best policy."""

@@ -12,7 +12,7 @@ from kvreclaim.calibrate.settings import Measuring, Reading
 from kvreclaim.checks import require
 from kvreclaim.cli.config_options import ConfigOptions, with_config
 from kvreclaim.cli.model_names import model_of
-from kvreclaim.cli.options import Device, DType, ModelOption
+from kvreclaim.cli.options import Device, DType, ModelOption, writable
 from kvreclaim.cli.show_statistics import show_statistics
 from kvreclaim.model_paths import stats_home
 from kvreclaim.outputs import writing
@@ -42,6 +42,13 @@ def calibrate(
         Path | None,
         typer.Option("--stats", help="Add --curve to the statistics in this file, and measure nothing else."),
     ] = None,
+    sparse_prefill: Annotated[
+        Path | None,
+        typer.Option(help="Write a sparse-prefill pattern per head to this file instead.", callback=writable),
+    ] = None,
+    budget: Annotated[
+        int, typer.Option(help="Tokens that each sparse-prefill pattern reads.", min=128)
+    ] = 2048,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -74,6 +81,12 @@ def calibrate(
     from kvreclaim.engine.api.llm import FOR_CALIBRATION, LLM
     from kvreclaim.model.loader import hide_progress_bars
 
+    if sparse_prefill is not None:
+        require(output is None, "--output and --sparse-prefill each write a file of their own; name one.")
+        hide_progress_bars()
+        llm = LLM(path, dtype=dtype, device=device, max_num_seqs=1, enable_prefix_caching=False)
+        _find_patterns(llm, sparse_prefill, text, reading.max_tokens, budget, console)
+        return
     if output is not None:
         QueryStats.check_target(output)
     hide_progress_bars()
@@ -106,3 +119,19 @@ def _kept(llm: LLM) -> Path:
     )
     check_keeps(file)
     return file
+
+
+def _find_patterns(
+    llm: LLM, target: Path, text: Path | None, max_tokens: int, budget: int, console: Console
+) -> None:
+    """A pattern of sparse prefill for each head."""
+    from kvreclaim.calibrate.calibration import read_documents
+    from kvreclaim.calibrate.prefill_patterns import find_patterns
+
+    found = read_documents(llm.loaded, text, max_tokens=max_tokens, context=llm.engine.max_model_len - 1)
+    patterns = find_patterns(llm, found, budget=budget)
+    patterns.save(target)
+    heads = [head for layer in patterns.heads for head in layer]
+    counts = (f"{heads.count(n)} {method.name}" for n, method in enumerate(patterns.methods))
+    console.print(f"{len(heads)} KV heads: {', '.join(counts)}")
+    console.print(f"kvreclaim serve --sparse-prefill \"minference(heads='{target}')\"", markup=False)

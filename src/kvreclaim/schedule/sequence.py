@@ -159,7 +159,7 @@ class ScheduledSequence:
         return not self.reads_sparsely and (end is None or self.num_computed < end)
 
     def chunk_of(self, room: int, most: int) -> int:
-        """Number of tokens to compute next out of `room`; rounded down to the tile of sparse rows or, if
+        """Number of tokens to compute next out of `room`; rounded down to the span of sparse rows or, if
         nothing would remain, up within `most`."""
         sparse, chunk = self.footprint.sparse, self.next_chunk
         num_tokens = min(chunk, room)
@@ -170,7 +170,7 @@ class ScheduledSequence:
         stop = self.footprint.sparse_rows(self.num_prompt).stop
         found = sparse.aligned(self.num_computed, num_tokens, stop)
         if not found and room:
-            whole = min(chunk, sparse.tile - self.num_computed % sparse.tile)
+            whole = min(chunk, sparse.span - self.num_computed % sparse.span)
             found = whole if whole <= most else 0
         return found
 

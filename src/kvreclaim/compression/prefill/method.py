@@ -114,6 +114,9 @@ class SparsePrefill(ABC):
     """
 
     name: ClassVar[str]
+    slow: ClassVar[bool] = False
+    """True if choosing blocks costs about as much as it saves (docs/prompts.md). Such a method serves as a
+    baseline, and only single requests can select it."""
 
     first: int = 4096
     last: int = 256
@@ -133,6 +136,11 @@ class SparsePrefill(ABC):
         """Namespace of the prefix index; it covers everything that affects the KV."""
         return repr(self)
 
+    @property
+    def span(self) -> int:
+        """Tokens with a common choice of blocks; 0: a tile."""
+        return 0
+
     def check(self, facts: ModelFacts, block_size: int) -> None:
         """Check the method against a model. Raises: InvalidArgumentError if the model does not support it, or
         `block` is no multiple of the block size."""
@@ -146,7 +154,7 @@ class SparsePrefill(ABC):
     def sparse_rows(self, facts: LayerFacts, block_size: int) -> SparseRows:
         """Return the rows for the scheduler's plans; tiles are whole blocks of the KV cache."""
         tile = blocks_for(self.tile(facts.group_size), block_size) * block_size
-        return SparseRows(tile, self.first, self.last)
+        return SparseRows(tile, max(1, blocks_for(self.span, tile)) * tile, self.first, self.last)
 
     def reads_all(self, max_len: int) -> bool:
         """Return whether sequences of up to max_len tokens read every block, and so are computed densely."""

@@ -9,7 +9,8 @@ from types import MappingProxyType
 
 from kvreclaim.checks import require
 from kvreclaim.compression.prefill.method import SparsePrefill
-from kvreclaim.compression.prefill.minference import AShape, BlockSparse
+from kvreclaim.compression.prefill.minference import AShape, BlockSparse, VerticalSlash
+from kvreclaim.compression.prefill.per_head import MInference
 from kvreclaim.compression.prefill.pooled import Pooled
 from kvreclaim.compression.spec.grammar import Spec, Value, parse_spec
 from kvreclaim.config import DENSE
@@ -18,7 +19,7 @@ from kvreclaim.errors import InvalidArgumentError
 
 ENTRY_POINT_GROUP = "kvreclaim.sparse_prefill"
 _BUILT_IN: Mapping[str, type[SparsePrefill]] = MappingProxyType(
-    {cls.name: cls for cls in (Pooled, AShape, BlockSparse)}
+    {cls.name: cls for cls in (Pooled, AShape, VerticalSlash, BlockSparse, MInference)}
 )
 
 

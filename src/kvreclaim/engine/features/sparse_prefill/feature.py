@@ -13,6 +13,7 @@ from kvreclaim.config import EngineConfig
 from kvreclaim.engine.feature import RequestDraft, RequestFeature
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.engine.step.engine import Engine
+from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.refusals import Feature, refuse
 from kvreclaim.schedule.budget.sparse import SparseRows
@@ -73,6 +74,13 @@ def default_prefill(
     method = make_method(config.sparse_prefill)
     if method is None:
         return None
+    if method.slow:
+        raise InvalidArgumentError(
+            f"sparse prefill {method.name} takes about as long as dense attention does "
+            "(docs/prompts.md); use pooled, a_shape or block_sparse, or compare it with them through "
+            "a prompt's sparse_prefill, or `kvreclaim eval`.",
+            field="sparse_prefill",
+        )
     refuse({**features, Feature.SPARSE_PREFILL: method.name})
     check_sparse_prefill(method, config, facts)
     return method
@@ -88,10 +96,10 @@ def check_sparse_prefill(method: SparsePrefill, config: EngineConfig, facts: Mod
     if method.reads_all(config.max_model_len):
         return None
     rows = method.sparse_rows(facts.layers[0], config.block_size)
-    least = rows.tile + config.max_num_seqs
+    least = rows.span + config.max_num_seqs
     require(
         config.max_num_batched_tokens >= least,
-        f"sparse prefill {method.name} decides on {rows.tile} tokens at once, and max_num_batched_tokens "
+        f"sparse prefill {method.name} decides on {rows.span} tokens at once, and max_num_batched_tokens "
         f"{config.max_num_batched_tokens} may leave fewer beside {config.max_num_seqs} running sequences; "
         f"raise it to {least}, or lower max_num_seqs.",
         "sparse_prefill",
