@@ -86,12 +86,12 @@ FUZZ_STEPS ?= 100000
 fuzz: setup
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/fuzz.py --steps $(FUZZ_STEPS)
 
-# The native kernels' own tests under AddressSanitizer and UndefinedBehaviorSanitizer, for the instruction sets that
-# this CPU runs; the others are compiled.
+# The native kernels' own tests under AddressSanitizer and UndefinedBehaviorSanitizer, for SANITIZE_ISAS or the
+# instruction sets that this CPU runs; the others are compiled without optimisation.
 ISAS := from kvreclaim.ops.extension import supported_isas; print(*supported_isas(), sep=";")
 sanitize: setup
 	$(BIN)/cmake -S csrc -B $(SANITIZE_BUILD) -DKVR_PYTHON=OFF -DKVR_TESTS=ON -DKVR_SANITIZE=address,undefined \
-		-DKVR_ISAS="$$($(BIN)/python -c '$(ISAS)')" -DKVR_SANITIZE_ISAS="$(SANITIZE_ISAS)"
+		-DKVR_ISAS="$(or $(SANITIZE_ISAS),$$($(BIN)/python -c '$(ISAS)'))" -DKVR_SANITIZE_ISAS="$(SANITIZE_ISAS)"
 	$(BIN)/cmake --build $(SANITIZE_BUILD) --parallel $$(nproc)
 	$(SANITIZE_BUILD)/kvr_tests
 
@@ -193,9 +193,9 @@ $(VLLM_STAMP):
 	@touch $@
 
 # vLLM 0.33, of which PyPI has no CPU build: its own Python over 0.32's kernels, on top of the environment above.
-# The kernels compiled by the Triton of torch 2.11; the suite compiles them by the installed one.
+# The kernels compiled for sm_90 by the Triton of torch 2.11; the suite compiles them by the installed one.
 test-triton-36: setup .triton-36/.installed
-	KVRECLAIM_TRITON=.triton-36 $(BIN)/pytest -q tests/ops/triton/test_triton_compiles.py -k test_kernels_compile
+	KVRECLAIM_TRITON=.triton-36 $(BIN)/pytest -q "tests/ops/triton/test_triton_compiles.py::test_kernels_compile[90]"
 
 .triton-36/.installed:
 	$(BIN)/$(PIP_INSTALL) --no-deps --target .triton-36 "triton==3.6.*"
