@@ -168,7 +168,7 @@ def naive(scores, free):
 @given(
     lengths=st.lists(st.lists(st.integers(6, 12), min_size=2, max_size=2), min_size=1, max_size=3),
     free=st.integers(1, 6),
-    floor=st.sampled_from([0.0, 0.01, 0.2, 1.0]),
+    floor=st.sampled_from([0.0, 0.01, 0.1, 0.2]),
     grain=st.sampled_from([1e-6, 0.5, 3.0]),
 )
 def test_the_threshold_is_one_for_all_layers_and_heads(lengths, free, floor, grain):
@@ -192,7 +192,7 @@ def test_the_threshold_is_one_for_all_layers_and_heads(lengths, free, floor, gra
 def test_a_layer_may_take_all():
     scores = [[torch.arange(8.0) + 100, torch.arange(8.0) + 100], [torch.arange(8.0), torch.arange(8.0)]]
     assert Shares(Knorm()).counts(CountsQuestion(scores, 0, 4, 0)).tolist() == [[8, 8], [0, 0]]
-    found = Shares(Knorm(), 0.5).counts(CountsQuestion(scores, 0, 4, 8)).flatten().tolist()
+    found = Shares(Knorm(), 0.2).counts(CountsQuestion(scores, 0, 4, 8)).flatten().tolist()
     assert found == pytest.approx([7.2, 7.2, 0.8, 0.8])
 
 

@@ -190,7 +190,12 @@ def test_after_every_pass_each_head_holds_whole_blocks_and_at_least_one(
     """Where one head's scores and share are far above all others'. The sum is the budget's, protected tokens
     stay, and the same question has the same answer."""
     config = CompressionConfig(
-        policy.format("knorm(keep=large)", own), sinks + recent + beside, size, sinks, recent, protect
+        policy.format("knorm(keep=large)", own if "alpha" in policy else own / 5),
+        sinks + recent + beside,
+        size,
+        sinks,
+        recent,
+        protect,
     ).in_blocks(size)
     facts, rng = model_facts(2), np.random.default_rng(seed)
     shares = torch.zeros(2, 2, len(FRACTIONS))

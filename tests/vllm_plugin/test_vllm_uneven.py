@@ -23,7 +23,7 @@ OUTPUT = 160
 
 CASES: dict[str, dict[str, Any]] = {
     "shares": {},
-    "shares-floor": {"policy": "shares(knorm, floor=0.3)"},
+    "shares-floor": {"policy": "shares(knorm, floor=0.2)"},
     "ada_kv": {"policy": "ada_kv(keydiff)"},
     "ada_kv-protect_prompt": {"policy": "ada_kv(knorm)", "protect_prompt": True},
     "shares-query_mixture": {"policy": "shares(query_mixture)"},
@@ -90,7 +90,7 @@ WALKED: tuple[Any, ...] = (
     "off",
     {"policy": "knorm"},
     {"policy": "ada_kv(keydiff)", "budget": 64, "interval": 32},
-    {"policy": "shares(knorm, floor=0.3)", "protect_prompt": True},
+    {"policy": "shares(knorm, floor=0.2)", "protect_prompt": True},
 )
 
 

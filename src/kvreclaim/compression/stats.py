@@ -27,7 +27,7 @@ from kvreclaim.ops.rope import RopeLayout, to_bands
 from kvreclaim.temporary import temporary_directory
 
 CENTER_TENSORS = ("centers", "center_var", "center_weight")
-_HALVED = ("centers", "center_var")  # fp16 in some files of earlier versions
+_HALVED = ("centers", "center_var")  # fp16 in the file of SmolLM2 in assets/
 KEY_TENSORS = ("k_mean", "k_energy", "q_energy", "k_directions", "k_gains")
 KV_TENSORS = ("surrogate", "surrogate_age", "head_shares", "kvzap_out", *KEY_TENSORS)
 TENSORS = ("q_mean", "q_abs_mean", *CENTER_TENSORS, "q_cov", *KV_TENSORS, "kvzap_in")

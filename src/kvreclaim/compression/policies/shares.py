@@ -43,7 +43,7 @@ class Shares(Uneven):
     Cost: inner's cost and, by threshold, one selection among all scores.
     """
 
-    floor: float = option(0.0, low=0, high=1)
+    floor: float = option(0.0, low=0, high=MOST_EQUAL)
     by: Literal["threshold", "static"] = option("threshold")
     name = "shares"
     default_inner = "surrogate"
