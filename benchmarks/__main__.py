@@ -7,6 +7,7 @@ from benchmarks import (  # noqa: F401 (importing them registers their commands)
     sampling,
     steps,
     turns,
+    vllm_turns,
     weights,
 )
 from benchmarks.runner import app

@@ -81,6 +81,21 @@ def sessions_of(plan: TurnsPlan, llm: LLM) -> list[tuple[Item, ...]]:
     return [item.turns[: plan.turns] for item in items]
 
 
+COLUMNS = {
+    "session": "{session}",
+    "setting": "{setting}",
+    "turns": "{turns}",
+    "last prompt": "{tokens:,}",
+    "new tokens": "{new:,}",
+    "computed": "{computed:,}",
+    "most, of a turn's new": "{most:.2f}",
+    "first token, s": "{first_s:.2f}",
+    "blocks, answering": "{blocks}",
+    "of snapshots": "{left}",
+    "agreement": "{agreement:.3f}",
+}
+
+
 def by_setting(rows: list[Row]) -> list[Row]:
     """A line per session and setting, over the turns behind the first."""
     lines = []
@@ -107,23 +122,7 @@ def by_setting(rows: list[Row]) -> list[Row]:
     return lines
 
 
-@case(
-    "turns behind the first",
-    {
-        "session": "{session}",
-        "setting": "{setting}",
-        "turns": "{turns}",
-        "last prompt": "{tokens:,}",
-        "new tokens": "{new:,}",
-        "computed": "{computed:,}",
-        "most, of a turn's new": "{most:.2f}",
-        "first token, s": "{first_s:.2f}",
-        "blocks, answering": "{blocks}",
-        "of snapshots": "{left}",
-        "agreement": "{agreement:.3f}",
-    },
-    lines=by_setting,
-)
+@case("turns behind the first", COLUMNS, lines=by_setting)
 def turns(plan: TurnsPlan) -> Iterator[Row]:
     """Turns of conversations: what is computed, held and answered."""
     compression = CompressionConfig(

@@ -9,7 +9,7 @@ import pytest
 import tiny_gguf
 from typer.testing import CliRunner
 
-from benchmarks import caching
+from benchmarks import caching, turns, vllm_turns
 from benchmarks.__main__ import app
 from kvreclaim import demo_model
 from kvreclaim.bench import host_steps
@@ -74,6 +74,36 @@ def test_turns_that_drop_tool_outputs(tmp_path):
         assert dropped[turn]["computed"] <= dropped[turn]["new"] + 1 < cleared[turn]["computed"]
         assert dropped[turn]["prompt"] == full[turn]["prompt"] > cleared[turn]["prompt"]
         assert dropped[turn]["answer_blocks"] < full[turn]["answer_blocks"]
+
+
+def test_turns_inside_vllm(tmp_path, monkeypatch):
+    """Over a server that caches whole blocks and, with a policy, errs in each answer's first token."""
+
+    class Server:
+        def __init__(self, plan, model, setting, longest, num_blocks):
+            self.errs, self.prompts, self.num_blocks, self.now = setting != "full", [], num_blocks, 0.0
+
+        wait = close = lambda self: None
+
+        def metrics(self):
+            return {vllm_turns.RUNNING: 1.0, vllm_turns.USAGE: self.now}
+
+        def next(self, prompt):
+            shared = max((turns.num_shared(prompt, other) for other in self.prompts), default=0)
+            is_first = len(prompt) - shared > 1
+            self.prompts.append(prompt)
+            return sum(prompt) % 97 + (self.errs and is_first), shared // 32 * 32
+
+    monkeypatch.setattr(vllm_turns, "_server", Server)
+    monkeypatch.setattr(vllm_turns, "_next", lambda server, prompt: server.next(prompt))
+    (python := tmp_path / "python").touch()
+    sizes = ("--turns", 4, "--scale", 0.05, "--num-tokens", 1500, "--settings", "full,with snapshots")
+    rows, output = run(tmp_path, "vllm_turns", *COMMON, *sizes, "--vllm-python", python)
+    assert [row["setting"] for row in rows] == ["full"] * 4 + ["with snapshots"] * 4
+    for row in rows:
+        assert row["prompt"] - row["cached"] == row["computed"] < row["new"] + 32
+        assert row["agreement"] == (1 if row["setting"] == "full" else 1 - 1 / 5)
+    assert "with snapshots" in output
 
 
 def test_chunks_compare_ways_with_the_whole_prompt(tmp_path):
