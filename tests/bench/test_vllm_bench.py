@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvreclaim import demo_model
-from kvreclaim.bench import vllm_plugin
+from kvreclaim.bench import vllm_loads, vllm_plugin
 from kvreclaim.bench.plans import VllmPlan
 from kvreclaim.bench.systems import server_process, worker_process
 from kvreclaim.cli.main import app
@@ -23,11 +23,12 @@ words = sys.argv[1:]
 assert words[:2] == ["-m", "vllm.entrypoints.cli.main"]
 options = dict(zip(words, words[1:]))
 plugin = os.environ["VLLM_PLUGINS"] == "kvreclaim"
-state = os.path.join(folder, "state-%d" % plugin)
+side = plugin + 2 * ("--kv-cache-dtype" in options)
+state = os.path.join(folder, "state-" + options.get("--port", options.get("--base-url", "")[-5:]))
 if words[2] == "serve":
     assert ("--additional-config" in options) is plugin
     assert not any(name.startswith("kvreclaim_stats") for name in os.listdir(words[3]))
-    with open(os.path.join(folder, "served-%d.json" % plugin), "w") as file:
+    with open(os.path.join(folder, "served-%d.json" % side), "w") as file:
         json.dump(options | {{"flags": words}}, file)
     class Page(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -118,6 +119,22 @@ def test_both_sides_get_the_same_in_turns(tmp_path):
     assert (option["policy"], option["budget"]) == ("knorm", 320)
 
 
+def test_a_side_with_fp8_has_as_many_bytes(tmp_path):
+    file = tmp_path / "out.json"
+    result = bench(tmp_path, "--turns", 1, "--kv-cache-dtype", "fp8", "--json", file)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["system"] for row in rows] == ["vLLM", "vLLM, fp8", "vLLM + kvreclaim"]
+    assert [row["num_blocks"] for row in rows] == [128, 256, 256]
+    assert [row["mean_blocks"] for row in rows] == [128, 256, 128]
+    assert [row["passes"] for row in rows] == [0, 0, 10]
+    assert [row["goodput_ratio"] for row in rows] == [1, 1, 2]
+    served = [json.loads((tmp_path / f"served-{side}.json").read_text()) for side in (0, 2, 3)]
+    assert [each.get("--kv-cache-dtype") for each in served] == [None, "fp8", "fp8"]
+    assert [each["--num-gpu-blocks-override"] for each in served] == ["129", "257", "257"]
+    assert json.loads(served[2]["--additional-config"])["centred_keys"] is True
+
+
 def test_no_goodput_has_no_ratio(tmp_path):
     result = bench(tmp_path, "--policy", "knorm", "--turns", 1, goodput=0.0)
     assert result.exit_code == 0, result.output
@@ -165,7 +182,7 @@ def test_lookups_are_judged(tmp_path, real_dir):
     result = bench(tmp_path, *more)
     assert result.exit_code == 0, result.output
     without, ours = json.loads(file.read_text())["rows"]
-    requests = vllm_plugin.LOOKUPS.requests
+    requests = vllm_loads.LOOKUPS.requests
     for turn in without["turns"]:
         assert turn["right"] == [True] * requests
         assert "generated_texts" not in turn
@@ -176,12 +193,12 @@ def test_lookups_are_judged(tmp_path, real_dir):
 
 def texts(model: Path, folder: Path, prompts: str, turns: int = 2):
     plan = VllmPlan(model=model, python=Path(sys.executable), prompts=prompts, turns=turns)
-    load = vllm_plugin.LOOKUPS if prompts == "lookups" else vllm_plugin.LOADS["serve"]
+    load = vllm_loads.LOOKUPS if prompts == "lookups" else vllm_loads.LOADS["serve"]
     linked = folder / "model"
     worker_process.link_model(model, linked)
     assert not (linked / "kvreclaim_stats.safetensors").exists()
     assert (linked / "config.json").is_file()
-    made = vllm_plugin.make_prompts(plan, load, linked, folder)
+    made = vllm_loads.make_prompts(plan, load, linked, folder)
     assert len(made) == turns
     return load, [answers for _, answers in made], [json.loads(file.read_text()) for file, _ in made]
 
@@ -217,7 +234,7 @@ def test_no_lookup_comes_twice_and_each_has_its_fact(tmp_path, real_dir):
 
 
 def test_an_answer_is_right_if_it_begins_with_the_right_one():
-    found = vllm_plugin.judged(
+    found = vllm_loads.judged(
         [" 123 grams", "1234", "it is 123", "\n pen, pen"], ["123", "123", "123", "pen"]
     )
     assert found == [True, False, False, True]

@@ -24,6 +24,7 @@ KERNELS = "kvreclaim's kernels: auto, reference, native or triton."
 LLAMACPP_PYTHON = "Interpreter of llama.cpp's environment (`make llamacpp-env`)."
 LLAMACPP = {"llamacpp": "f16", "llamacpp:q8_0": "q8_0", "llamacpp:q4_0": "q4_0"}
 """Type of keys and values by the peer's name."""
+FP8 = "fp8"
 ACTIVATIONS = (AUTO, "int16", "int8", "exact")
 VLLM_PYTHON = "Interpreter of vLLM's environment (`make vllm-env`)."
 OWN_VLLM = Path(".vllm-env/bin/python")
@@ -192,6 +193,12 @@ class VllmPlan(ModelPlan):
         128, "Tokens over the budget at which the policy compresses.", low=1, unit=" token"
     )
     stats: Path | None = option(None, "File of query statistics. Default: the model's own.")
+    kv_cache_dtype: str = option(
+        AUTO,
+        "auto, or fp8 for the side with the plugin, which then centres keys, and a third side without it; "
+        "all have as many bytes of cache.",
+        choices=(AUTO, FP8),
+    )
     python: Path = option(
         None, f"{VLLM_PYTHON} Default: {OWN_VLLM}, else this one.", flags=("--vllm-python",)
     )

@@ -1,23 +1,19 @@
-"""vLLM with and without the plugin: `vllm serve` with equal pools, and vLLM's own client against both.
+"""vLLM with and without the plugin: `vllm serve` with equal pools, and vLLM's own client against each.
 
-The sides take turns. Each turn has another seed, and both sides get the same prompts, lengths and arrivals.
-Ends of text are ignored, so both generate equally many tokens. Answers are judged if the prompts are
-look-ups: a question with a known answer follows a document, and an answer is correct if it begins with it.
+The sides take turns. Each turn has another seed, and all sides get the same prompts, lengths and arrivals.
+Ends of text are ignored, so all generate equally many tokens.
 """
 
 from __future__ import annotations
 
 import json
-import random
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -26,16 +22,16 @@ from kvreclaim.bench.common import Columns, Row, alternate, cells, markdown
 from kvreclaim.bench.plans import VllmPlan
 from kvreclaim.bench.systems.server_process import Gauges, VllmServer
 from kvreclaim.bench.systems.worker_process import kv_bytes_per_token, link_model
-from kvreclaim.calibrate.lookups import lookup_documents
+from kvreclaim.bench.vllm_loads import LOADS, LOOKUPS, Prompts, ServeLoad, judged, make_prompts
 from kvreclaim.checks import require
-from kvreclaim.corpora import code, prose
+from kvreclaim.compression_settings import AUTO
 from kvreclaim.model_paths import statistics_beside
 from kvreclaim.outputs import writing
 
 BLOCK_SIZE = 32
 """Smallest block size that vLLM's CPU attention takes for all models; tokens."""
-WITHOUT, WITH = "vLLM", "vLLM + kvreclaim"
-COLORS = {WITHOUT: "#d62728", WITH: "#2ca02c"}
+WITHOUT, CODED, WITH = "vLLM", "vLLM, fp8", "vLLM + kvreclaim"
+COLORS = {WITHOUT: "#d62728", CODED: "#1f77b4", WITH: "#2ca02c"}
 USAGE, RUNNING = "vllm:kv_cache_usage_perc", "vllm:num_requests_running"
 COUNTERS = {
     "steps": "vllm:iteration_tokens_total_count",
@@ -58,84 +54,46 @@ COMPARED = {
     "p99_itl": "p99_itl_ms",
 }
 """Name of a ratio -> its figure."""
-CODE = 200_000
-"""Characters of Python after the English."""
-KINDS, FACTS_SHARE, QUESTION = ("sentences", "records"), 0.2, 32
-"""Question types of look-ups; share of facts in a document; tokens reserved for the question."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeLoad:
-    """The load on each server in a turn.
-
-    prompt:         tokens; vLLM's client takes at most 1,024 of a text
-    output, spread: tokens of an answer, from output * (1 - spread) to output * (1 + spread)
-    num_blocks:     as vLLM's --num-gpu-blocks-override, one of them its null block
-    budget:         tokens that the plugin keeps; None: the plan's
-    at_once:        all requests are sent at once, instead of at the plan's rate
-    is_ample:       the pool holds all requests whole; prefix caching is then off, as it would share prompts
-                    between turns
-    """
-
-    requests: int = 12
-    prompt: int = 512
-    output: int = 768
-    spread: float = 0.33
-    num_blocks: int = 129
-    chunk: int = 512
-    budget: int | None = None
-    at_once: bool = False
-    is_ample: bool = False
-
-    @property
-    def longest(self) -> int:
-        return self.prompt + round(self.output * (1 + self.spread)) + 32  # what text and tokens differ by
-
-
-ALL_AT_ONCE: dict[str, Any] = {"spread": 0.0, "chunk": 2048, "at_once": True}
-LOOKUPS = ServeLoad(requests=16, prompt=992, output=128, spread=0.0, num_blocks=97)
-LOADS = {
-    "small": ServeLoad(requests=10, prompt=800, output=400, num_blocks=130, budget=256, **ALL_AT_ONCE),
-    "large": ServeLoad(requests=32, prompt=2048, output=2048, num_blocks=769, budget=512, **ALL_AT_ONCE),
-    "serve": ServeLoad(),
-    "plenty": ServeLoad(num_blocks=12 * 50 + 1, is_ample=True),
-}
-"""By case. In `serve` memory is the limit; in `plenty` a request ends within 50 blocks."""
-
-
-Prompts = tuple[Path | None, Sequence[str]]
-"""A turn's file in ShareGPT's format, which vLLM's client reads without further packages, or None for random
-tokens; and the correct answers in the file's order, if there are any."""
 
 
 def run(plan: VllmPlan, case: str, console: Console) -> list[Row]:
-    """Serve the case's load on both sides alternately. Returns: two rows, with `turns` after the medians.
+    """Serve the case's load on all sides in turns. Returns: a row of each, with `turns` after the medians.
 
     Raises: SkipPoint if vLLM fails; InvalidArgumentError if the plugin is not installed; RuntimeError if
     the sides did not do the same work, or not under the case's circumstances.
     """
     load = LOOKUPS if plan.prompts == "lookups" and case == "serve" else LOADS[case]
     budget = load.budget or plan.budget
-    with _serving(plan, load, budget, console) as (servers, prompts):
+    loads = _loads(plan, load)
+    with _serving(plan, loads, budget, console) as (servers, prompts):
         seeds = {name: enumerate(prompts, plan.seed) for name in servers}
 
         def turn(name: str) -> Row:
-            return _turn(plan, load, servers[name], console, *next(seeds[name]))
+            return _turn(plan, loads[name], servers[name], console, *next(seeds[name]))
 
         found = alternate({name: partial(turn, name) for name in servers}, plan.turns)
-    _check(load, found[WITHOUT], found[WITH])
-    return [_row(plan, load, system, found, {"case": case, "budget": budget}) for system in found]
+    for name in servers:
+        _check(load, found[WITHOUT], found[name], compresses=name == WITH)
+    return [_row(plan, own, name, found, {"case": case, "budget": budget}) for name, own in loads.items()]
 
 
-def _check(load: ServeLoad, without: Sequence[Row], ours: Sequence[Row]) -> None:
+def _loads(plan: VllmPlan, load: ServeLoad) -> dict[str, ServeLoad]:
+    """Return each side's: in fp8 the same bytes hold twice as many blocks, beside vLLM's null block."""
+    if plan.kv_cache_dtype == AUTO:
+        return {WITHOUT: load, WITH: load}
+    coded = replace(load, num_blocks=2 * load.num_blocks - 1)
+    return {WITHOUT: load, CODED: coded, WITH: coded}
+
+
+def _check(load: ServeLoad, without: Sequence[Row], others: Sequence[Row], *, compresses: bool) -> None:
     """Raises: RuntimeError."""
-    for plain, other in zip(without, ours, strict=True):
+    for plain, other in zip(without, others, strict=True):
         wrong = {
             "the sides answered different numbers of tokens": plain["total_output_tokens"]
             != other["total_output_tokens"],
             "a request was preempted": load.is_ample and plain["preemptions"] + other["preemptions"] > 0,
-            "the plugin has not compressed": not other["passes"],
-            "passes ran without the plugin": plain["passes"] > 0,
+            "the plugin has not compressed": compresses and not other["passes"],
+            "passes ran without the plugin": not compresses and other["passes"] > 0,
         }
         for what, holds in wrong.items():
             if holds:
@@ -144,19 +102,22 @@ def _check(load: ServeLoad, without: Sequence[Row], ours: Sequence[Row]) -> None
 
 @contextmanager
 def _serving(
-    plan: VllmPlan, load: ServeLoad, budget: int, console: Console
+    plan: VllmPlan, loads: Mapping[str, ServeLoad], budget: int, console: Console
 ) -> Iterator[tuple[dict[str, VllmServer], list[Prompts]]]:
-    """Start and warm up both servers, and make the prompts of each turn."""
+    """Start and warm up the servers, and make the prompts of each turn."""
     stats = plan.stats or statistics_beside(plan.model)
     settings: Row = {"policy": plan.policy, "budget": budget, "interval": plan.interval}
     settings |= {"stats": str(stats.absolute())} if stats.is_file() else {}
     with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="served-") as folder:
         model = Path(folder, "model")
         link_model(plan.model, model)
-        servers = {WITHOUT: _server(plan, load, model, {})}
-        stack.enter_context(closing(servers[WITHOUT]))
-        ours = {"additional-config": json.dumps({"kv_compression": settings})}
-        servers[WITH] = stack.enter_context(closing(_server(plan, load, model, ours)))
+        coded = {} if plan.kv_cache_dtype == AUTO else {"kv-cache-dtype": plan.kv_cache_dtype}
+        ours = {"kv_compression": settings} | ({"centred_keys": True} if coded else {})
+        sides = {WITHOUT: {}, CODED: coded, WITH: coded | {"additional-config": json.dumps(ours)}}
+        servers = {
+            name: stack.enter_context(closing(_server(plan, load, model, sides[name])))
+            for name, load in loads.items()
+        }
         for server in servers.values():
             server.wait()
         require(
@@ -164,16 +125,16 @@ def _serving(
             f"{str(plan.python)!r} does not load kvreclaim's plugin; run `make vllm-env`, which installs it "
             "there.",
         )
-        prompts = make_prompts(plan, load, model, Path(folder))
-        warm = ServeLoad(requests=1, prompt=load.prompt, output=2)
+        prompts = make_prompts(plan, loads[WITHOUT], model, Path(folder))
+        warm = ServeLoad(requests=1, prompt=loads[WITHOUT].prompt, output=2)
         for name, server in servers.items():  # what is done once
             server.bench(_arguments(plan, warm, plan.seed, (None, ())))
             console.print(f"{name}: up", style="dim")
         yield servers, prompts
 
 
-def _server(plan: VllmPlan, load: ServeLoad, model: Path, ours: Row) -> VllmServer:
-    """ours: options of the side with the plugin; empty for the other side"""
+def _server(plan: VllmPlan, load: ServeLoad, model: Path, more: Row) -> VllmServer:
+    """more: options of a side beside those that all have"""
     options = {
         "dtype": plan.dtype,
         "block-size": BLOCK_SIZE,
@@ -182,10 +143,11 @@ def _server(plan: VllmPlan, load: ServeLoad, model: Path, ours: Row) -> VllmServ
         "max-num-batched-tokens": load.chunk,
         "max-model-len": load.longest,
         **({"no-enable-prefix-caching": None} if load.is_ample else {}),
-        **ours,
+        **more,
     }
     pool_bytes = load.num_blocks * BLOCK_SIZE * kv_bytes_per_token(plan.model, 2)
-    return VllmServer(plan.python, plan.threads, pool_bytes, model, options, plugin=bool(ours))
+    plugin = "additional-config" in more
+    return VllmServer(plan.python, plan.threads, pool_bytes, model, options, plugin=plugin)
 
 
 def _turn(
@@ -216,9 +178,9 @@ def _turn(
 def _row(plan: VllmPlan, load: ServeLoad, system: str, found: Mapping[str, Sequence[Row]], more: Row) -> Row:
     """Return a system's medians over its turns, and the turns.
 
-    found: turns of both systems. A turn's ratio is to the same turn without the plugin; None if that is zero
+    found: turns of all systems. A turn's ratio is to the same turn without the plugin; None if that is zero
     """
-    turns, base, ours = found[system], found[WITHOUT], system != WITHOUT
+    turns, base, ours = found[system], found[WITHOUT], system == WITH
     right = [one for turn in turns for one in turn["right"]]
     ratios = {
         name: [own[figure] / other[figure] for own, other in zip(turns, base, strict=True)]
@@ -230,6 +192,7 @@ def _row(plan: VllmPlan, load: ServeLoad, system: str, found: Mapping[str, Seque
         "system": system,
         **plan.facts(),
         "policy": plan.policy if ours else None,
+        "kv_cache_dtype": AUTO if system == WITHOUT else plan.kv_cache_dtype,
         "budget": more["budget"] if ours else None,
         "interval": plan.interval if ours else None,
         "load": f"{load.requests} x ({load.prompt:,} + {load.output:,})",
@@ -247,9 +210,11 @@ def _row(plan: VllmPlan, load: ServeLoad, system: str, found: Mapping[str, Seque
 
 
 def _with_ratio(figure: str, name: str) -> Callable[[Row], str]:
-    """Format the figure, and for the side with the plugin the ratio of this name, if there is one."""
+    """Format the figure, and for other sides than vLLM's the ratio of this name, if there is one."""
     both = f"{figure} ({{{name}:.2f}} x)"
-    return lambda row: (both if row["budget"] and row[name] is not None else figure).format_map(row)
+    return lambda row: (both if row["system"] != WITHOUT and row[name] is not None else figure).format_map(
+        row
+    )
 
 
 def _seconds(name: str) -> Callable[[Row], str]:
@@ -268,7 +233,9 @@ COLUMNS: Columns = {
     "goodput, requests/s": _with_ratio("{request_goodput:.3f}", "goodput_ratio"),
     "output tokens/s": _with_ratio("{output_throughput:.1f}", "speed_ratio"),
     "slowest to fastest turn": lambda row: (
-        f"{min(row['speed_ratios']):.2f} to {max(row['speed_ratios']):.2f} x" if row["budget"] else "-"
+        f"{min(row['speed_ratios']):.2f} to {max(row['speed_ratios']):.2f} x"
+        if row["system"] != WITHOUT
+        else "-"
     ),
     "first token, s": _seconds("ttft"),
     "per token, s": _seconds("tpot"),
@@ -328,62 +295,3 @@ def _arguments(plan: VllmPlan, load: ServeLoad, seed: int, prompts: Prompts) -> 
         *("--dataset-name", "random", "--random-input-len", str(load.prompt)),
         *("--random-output-len", str(load.output), "--random-range-ratio", spread),
     ]
-
-
-def judged(texts: Sequence[str], answers: Sequence[str]) -> list[bool]:
-    """Return which texts begin with the correct answer."""
-    pairs = zip(texts, answers, strict=True)
-    return [re.match(rf"\s*{re.escape(right)}\b", text) is not None for text, right in pairs]
-
-
-def make_prompts(plan: VllmPlan, load: ServeLoad, model: Path, folder: Path) -> list[Prompts]:
-    """Make the client's prompts of each turn."""
-    if plan.prompts == "random":
-        return [(None, ())] * plan.turns
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    if plan.prompts == "lookups":
-        return _lookups(plan, load, tokenizer, folder)
-    text = f"{prose().evaluation}\n\n{code().evaluation[:CODE]}"
-    ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-    rng, talks, at = random.Random(plan.seed), [], 0
-    low, high = round(load.output * (1 - load.spread)), round(load.output * (1 + load.spread))
-    while at + load.prompt + high <= len(ids):
-        end = at + load.prompt + rng.randint(low, high)
-        parts = ids[at : at + load.prompt], ids[at + load.prompt : end]
-        talks.append(tuple(str(tokenizer.decode(part)) for part in parts))
-        at = end
-    return [(_written(folder / "text.json", talks), ())] * plan.turns
-
-
-def _lookups(plan: VllmPlan, load: ServeLoad, tokenizer: Any, folder: Path) -> list[Prompts]:
-    """Put one question after each document. The kinds alternate; no document is repeated."""
-    ids = tokenizer(prose().evaluation, add_special_tokens=False, verbose=False).input_ids
-    documents = lookup_documents(
-        tokenizer,
-        ids,
-        count=plan.turns * load.requests,
-        num_tokens=load.prompt - QUESTION,
-        seed=plan.seed,
-        kinds=KINDS,
-        facts_share=FACTS_SHARE,
-    )
-    rng, talks = random.Random(plan.seed), []
-    for number, document in enumerate(documents):
-        kind = KINDS[number % len(KINDS)]
-        one = rng.choice([each for each in document.questions if each.kind == kind])
-        talks.append((tokenizer.decode(document.prompt + one.question), tokenizer.decode(one.answer).strip()))
-    rng.shuffle(talks)  # windows of the text that begin together overlap
-    made: list[Prompts] = []
-    for number in range(plan.turns):
-        own = talks[number * load.requests : (number + 1) * load.requests]
-        file = _written(folder / f"{number}.json", own)
-        made.append((file, [answer for _, answer in own]))
-    return made
-
-
-def _written(file: Path, talks: Sequence[Sequence[str]]) -> Path:
-    entries = [{"conversations": [{"value": turn} for turn in talk]} for talk in talks]
-    file.write_text(json.dumps(entries), encoding="utf-8")
-    return file

@@ -124,8 +124,9 @@ def vllm(plan: Annotated[VllmPlan, ConfigOptions(config=VllmPlan)], json_file: J
 
         console, rows = common.wide_console(stderr=True), list[dict[str, Any]]()
         for case in plan.cases:  # long: the results up to here outlive a run that is stopped
-            rows += vllm_plugin.run(plan, case, console)
-            typer.echo(vllm_plugin.plugin_table(rows[-2:]) + "\n")
+            own = vllm_plugin.run(plan, case, console)
+            rows += own
+            typer.echo(vllm_plugin.plugin_table(own) + "\n")
             publish(rows, [], json_file)
         if plan.plot is not None:
             vllm_plugin.pool_chart(rows, plan.plot)
