@@ -134,6 +134,16 @@ def test_a_port_in_use_is_refused_before_torch_is_imported(tmp_path: Path) -> No
     assert done.stdout == ""
 
 
+def test_the_servers_process_imports_none_of_transformers_models(tmp_path: Path) -> None:
+    """They, and what of torch they import, would take 120 MB beside those of the engine's process."""
+    program = "import kvreclaim.server.entry.run, kvreclaim.engine.serving.process\n"
+    done = run(f"{program}print(*(name for name in sys.modules if name.count('.') < 2))", tmp_path)
+    loaded = done.stdout.splitlines()[-1].split()
+    assert "fastapi" in loaded, done.stderr
+    heavy = {"transformers.modeling_utils", "transformers.models", "torch._dynamo", "scipy.optimize", "sympy"}
+    assert heavy.isdisjoint(loaded)
+
+
 def test_a_name_that_is_no_command_is_compared_with_all(tmp_path: Path) -> None:
     done = run("app(['generat'])", tmp_path)
     assert done.returncode == 2

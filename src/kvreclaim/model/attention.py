@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.model.latent import hands_out_latents, up_projection
@@ -182,7 +182,7 @@ def register_attention() -> None:
 
     No mask function is registered, so transformers builds no masks; they follow from the batch.
     """
-    AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
+    transformers.AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
 
 
 def use_token_positions(model: nn.Module) -> None:

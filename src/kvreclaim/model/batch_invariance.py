@@ -7,11 +7,14 @@ and activation has to be native. Gathers, and sums and products of single elemen
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING
 
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.model.native_modules import NativeLinear, NativeModel, NativeNorm
 from kvreclaim.model.quantized.layers import PackedLinear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def check_batch_invariant(model: PreTrainedModel, name: str, attention: str, modules: str) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def write_checkpoint(
     own:  its tensors by name, on no device
     read: one of them
     """
-    stored = revert_weight_conversion(model, dict(own))
+    stored = transformers.core_model_loading.revert_weight_conversion(model, dict(own))
     shards = split_torch_state_dict_into_shards(
         stored, filename_pattern=SAFE_WEIGHTS_NAME.replace(".", "{suffix}."), max_shard_size=MOST_BYTES
     )
@@ -82,7 +82,7 @@ def write_checkpoint(
             for name, names in shards.filename_to_tensors.items()
         }
         for name in own:
-            made = revert_weight_conversion(model, {name: read(name)})
+            made = transformers.core_model_loading.revert_weight_conversion(model, {name: read(name)})
             while made:  # nothing of it is held when the next one is read
                 part, tensor = made.popitem()
                 files[shards.tensor_to_filename[part]].write(part, tensor)

@@ -15,17 +15,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from kvreclaim.model.layer_trial import LayerModules, LayerTrial, TrialBatch, trial_inputs
 from kvreclaim.model.native_modules import NativeLayer, NativeModel
 from kvreclaim.model.quantized.layers import PackedLinear
 from kvreclaim.ops.layer_parts import Gate, Heads, LayerForm, Norm
 from kvreclaim.ops.native import decoder as native_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
 """Largest difference over the largest value; trial states pass through all layers before."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from kvreclaim.model.decoder import is_taken, proved, weight_dtype
 from kvreclaim.model.latent import hands_out_latents
 from kvreclaim.model.latent_layer import proved_latent
 from kvreclaim.model.layer_trial import is_linear, is_norm, observe_layers
 from kvreclaim.ops.native import decoder as native_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def use_fast_layers(model: PreTrainedModel, ops: ModuleType = native_layers) -> str:

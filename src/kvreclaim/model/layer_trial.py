@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.native_modules import NativeLinear, NativeNorm
 from kvreclaim.model.quantized.layers import PackedLinear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TRIAL_POSITIONS = (0, 1, 2, 5, 11, 23, 60)
 

@@ -14,8 +14,8 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -67,7 +67,7 @@ class LoadedModel:
     mapped_bytes: weights in pages of a file, which the system counts as free memory
     """
 
-    model: PreTrainedModel
+    model: transformers.PreTrainedModel
     tokenizer: Tokenizer | None
     facts: ModelFacts
     eos_token_ids: frozenset[int]
@@ -209,7 +209,7 @@ def _layer_ops(kernels: str, device: torch.device) -> ModuleType | None:
     return importlib.import_module("kvreclaim.ops.triton.decoder") if unavailable_reason() is None else None
 
 
-def _use_kernels(model: PreTrainedModel, ops: ModuleType | None) -> str:
+def _use_kernels(model: transformers.PreTrainedModel, ops: ModuleType | None) -> str:
     """Switch to these kernels, and name what runs on them."""
     if ops is None:
         return "modules: torch"
@@ -260,7 +260,7 @@ def read_config(path: str | os.PathLike[str]) -> Any:
 def _load_config(name: str) -> Any:
     options = hub_options(name)
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
+        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:  # every family checks its fields in its own way
         raise InvalidArgumentError(
             f"model {name!r} has no readable config ({_first_line(error)}); pass a local directory with "
@@ -278,7 +278,7 @@ def _refuse_unsupported(config: Any, name: str) -> None:
     types = set(getattr(config.get_text_config(), "layer_types", None) or ())
     if types and types <= RECURRENT_LAYER_TYPES:
         raise UnsupportedModelError(no_attention(name, config))
-    mapping = AutoModelForCausalLM._model_mapping
+    mapping = transformers.AutoModelForCausalLM._model_mapping
     if type(config) not in mapping:
         raise UnsupportedModelError(f"{name} ({config.model_type}) is not a causal language model.")
     model_class: Any = mapping[type(config)]
@@ -289,9 +289,9 @@ def _refuse_unsupported(config: Any, name: str) -> None:
         )
 
 
-def _load_weights(name: str, dtype: torch.dtype | str, config: Any) -> PreTrainedModel:
+def _load_weights(name: str, dtype: torch.dtype | str, config: Any) -> transformers.PreTrainedModel:
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             name,
             config=config,
             dtype=dtype,
@@ -333,7 +333,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
     if os.path.isdir(name) and not any(f.startswith("tokenizer") for f in os.listdir(name)):
         return None
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **hub_options(name))
+        return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False, **hub_options(name))
     except Exception as error:  # transformers parses foreign files and raises any type
         raise InvalidArgumentError(
             f"the tokenizer of model {name!r} cannot be read ({type(error).__name__}: {_first_line(error)}); "

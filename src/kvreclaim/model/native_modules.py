@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.inputs import hands_out_input
@@ -228,7 +227,7 @@ class NativeModel:
     """The forward of the module that holds embeddings, layers and the last norm; the module's own for calls
     without a KV batch, with other arguments, and while hooks see a layer's calls."""
 
-    def __init__(self, module: Any, output: type[Any] = BaseModelOutputWithPast) -> None:
+    def __init__(self, module: Any, output: type[Any]) -> None:
         """output: what the module's own forward returns."""
         self.module, self.output = module, output
 

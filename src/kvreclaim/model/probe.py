@@ -10,11 +10,10 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.model.attention import AttentionCall
@@ -26,6 +25,9 @@ from kvreclaim.model.rotation import frequencies_in
 from kvreclaim.ops.facts import LayerFacts, ModelFacts
 from kvreclaim.ops.rope import RopeLayout
 from kvreclaim.ops.rope_probe import POSITIONS, find_rope, loudest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FINGERPRINT_FIELDS = ("model_type", "hidden_size", "intermediate_size", "vocab_size")
 

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import inspect
 from itertools import accumulate, zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicCache
 
 from kvreclaim.errors import UnsupportedModelError
 from kvreclaim.model.attention import AttentionCall
 from kvreclaim.model.recurrent import RecurrentLayers, no_attention
 from kvreclaim.ops.states import StateKind, StateRun, StateShape, StateStep, StateStore
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TRIAL_TOKENS = 7
 PROOF_LENGTHS = ((9, 1, 1, 3, 1), (4, 1, 2, 1, 6))

@@ -6,8 +6,8 @@ import copy
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from kvreclaim.errors import UnsupportedModelError
 
@@ -31,11 +31,13 @@ def rotary_frequencies(config: Any) -> list[Tensor]:
     config: of the text model; left as it is
     Raises: UnsupportedModelError if transformers has no causal model of it, or cannot make it.
     """
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
         raise UnsupportedModelError(_unknown(config, f"transformers has no causal model of {type(config)}"))
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+            model = transformers.AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), trust_remote_code=False
+            )
         rotaries = {type(m): m for m in model.modules() if _turns(m)}
         return frequencies_in(nn.ModuleList(kind(m.config) for kind, m in rotaries.items()))
     except Exception as error:  # transformers raises any type for a wrong config

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.initialization import no_init_weights
 
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError, reason_of
 from kvreclaim.model.attention import ATTENTION_NAME
@@ -24,6 +23,9 @@ from kvreclaim.model.quantized.layers import PackedEmbedding, PackedLinear
 from kvreclaim.model.quantized.products import Products
 from kvreclaim.model.quantized.source import WeightSource
 from kvreclaim.ops.packed import Each, PackedMatrix
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MOST_THREADS = 4
 """Bounds memory: each thread holds a piece of an unpacked matrix, some MB."""
@@ -85,8 +87,8 @@ def build(
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     try:
-        with init_empty_weights(include_buffers=False), no_init_weights():
-            model = AutoModelForCausalLM.from_config(
+        with init_empty_weights(include_buffers=False), transformers.initialization.no_init_weights():
+            model = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
             )
     except Exception as error:  # inconsistent sizes: each model family raises its own type

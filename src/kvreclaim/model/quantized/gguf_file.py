@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
 
 from kvreclaim.errors import (
     FetchError,
@@ -181,8 +180,8 @@ def _write_parts(source: GgufSource, work: Path, parts: Path) -> None:
     alone.symlink_to(source.file.resolve())
     where: Any = {"pretrained_model_name_or_path": os.fspath(work), "gguf_file": source.file.name}
     try:
-        AutoConfig.from_pretrained(**where).save_pretrained(parts)
-        AutoTokenizer.from_pretrained(**where).save_pretrained(parts)
+        transformers.AutoConfig.from_pretrained(**where).save_pretrained(parts)
+        transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(parts)
         _read_faster(parts)
     except OSError:
         raise
@@ -209,7 +208,7 @@ def gguf_config(source: GgufSource) -> Any:
     """Return transformers' config of a GGUF file. Raises: UnsupportedModelError, InvalidArgumentError."""
     parts = gguf_parts(source)
     try:
-        config = AutoConfig.from_pretrained(parts)
+        config = transformers.AutoConfig.from_pretrained(parts)
         config = type(config).from_dict({**config.to_dict(), **gguf_fields(source.index, config)})
     except KVReclaimError:
         raise
@@ -227,6 +226,6 @@ def gguf_config(source: GgufSource) -> Any:
 
 def gguf_tokenizer(source: GgufSource, say: Any) -> Any:
     """Return the tokenizer of a GGUF file. Raises: InvalidArgumentError."""
-    tokenizer = AutoTokenizer.from_pretrained(gguf_parts(source))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf_parts(source))
     as_in_llama_cpp(tokenizer, source.index.fields, say)
     return tokenizer
