@@ -2,7 +2,7 @@
 
     python -m benchmarks vllm_turns --model DIR --text FILE --budget 2048
 
-Each token of an answer is a request of its own behind those before it (teacher forcing), so that every
+PLACES tokens of an answer are a request each behind those before them (teacher forcing), so that every
 setting sees the same tokens. `computed` is of a turn's first request, whose prompt has all that is new.
 """
 
@@ -41,6 +41,8 @@ from kvreclaim.options import option
 
 BLOCK_SIZE = 32
 RUNNING, USAGE = "vllm:num_requests_running", "vllm:kv_cache_usage_perc"
+PLACES = 8
+"""Of an answer, evenly spaced: where the likeliest token is compared."""
 SERVED = "kvreclaim_snapshot_tokens_total"
 
 
@@ -72,7 +74,7 @@ def vllm_turns(plan: VllmTurnsPlan) -> Iterator[Row]:
     """Turns of conversations inside vLLM: what is computed, held and answered."""
     sessions = sessions_of(plan, LLM(plan.model, dtype=plan.dtype, num_blocks=8))
     longest = max(len(all_of(session[-1])) for session in sessions)
-    held = blocks_for(longest + 1, BLOCK_SIZE)
+    held = blocks_for(longest + 2, BLOCK_SIZE)
     full: dict[tuple[int, int], list[int]] = {}
     with tempfile.TemporaryDirectory(prefix="turns-") as folder:
         model = Path(folder, "model")
@@ -108,7 +110,7 @@ def _server(plan: VllmTurnsPlan, model: Path, setting: str, longest: int, num_bl
         "num-gpu-blocks-override": num_blocks + 1,  # with vLLM's null block
         "max-num-seqs": 1,
         "max-num-batched-tokens": plan.chunk,
-        "max-model-len": longest + 1,
+        "max-model-len": longest + 2,
         "enable-prompt-tokens-details": None,
         **({} if setting == FULL else {"additional-config": json.dumps(config)}),
     }
@@ -133,13 +135,15 @@ def _turn(server: VllmServer, num_blocks: int, turn: Item) -> tuple[Row, list[in
         "answer_blocks": round(num_blocks * max(gauges.values[USAGE], default=0.0)),
         "blocks_left": 0,
     }
-    more = [_next(server, prompt + list(turn.continuation[:n]))[0] for n in range(1, len(turn.continuation))]
+    end = len(turn.continuation)
+    more = [_next(server, prompt + list(turn.continuation[:n]))[0] for n in range(1, end, -(-end // PLACES))]
     return row, [first, *more]
 
 
 def _next(server: VllmServer, prompt: list[int]) -> tuple[int, int]:
-    """Return the likeliest next token, and how many of the prompt's were cached."""
-    body = {"model": NAME, "prompt": prompt, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+    """Return the likeliest next token, and how many of the prompt's were cached. The token after it is
+    computed behind the pass that a prompt makes due, without which nothing is kept."""
+    body = {"model": NAME, "prompt": prompt, "max_tokens": 2, "temperature": 0, "return_token_ids": True}
     request = Request(
         f"{server.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -72,7 +71,9 @@ def write_checkpoint(
     own:  its tensors by name, on no device
     read: one of them
     """
-    stored = transformers.core_model_loading.revert_weight_conversion(model, dict(own))
+    from transformers.core_model_loading import revert_weight_conversion  # models, which few commands need
+
+    stored = revert_weight_conversion(model, dict(own))
     shards = split_torch_state_dict_into_shards(
         stored, filename_pattern=SAFE_WEIGHTS_NAME.replace(".", "{suffix}."), max_shard_size=MOST_BYTES
     )
@@ -82,7 +83,7 @@ def write_checkpoint(
             for name, names in shards.filename_to_tensors.items()
         }
         for name in own:
-            made = transformers.core_model_loading.revert_weight_conversion(model, {name: read(name)})
+            made = revert_weight_conversion(model, {name: read(name)})
             while made:  # nothing of it is held when the next one is read
                 part, tensor = made.popitem()
                 files[shards.tensor_to_filename[part]].write(part, tensor)

@@ -82,12 +82,13 @@ def build(
         packed weights of something that is neither a linear layer nor an embedding, such as experts.
     """
     from accelerate import init_empty_weights  # vLLM's environment, which loads no packed model, may lack it
+    from transformers.initialization import no_init_weights
 
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     try:
-        with init_empty_weights(include_buffers=False), transformers.initialization.no_init_weights():
+        with init_empty_weights(include_buffers=False), no_init_weights():
             model = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
             )
