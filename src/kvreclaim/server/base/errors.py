@@ -177,11 +177,17 @@ def failed(request_id: str) -> ApiError:
     return ApiError(500, f"the request failed inside the engine; the log says why under {request_id}.")
 
 
+TAG = re.compile(r"Input tag (\S+) found using '(\w+)' does not match any of the expected tags:")
+ONE_OF = r"\2 \1 is not supported here; pass one of"
+
+
 def from_problem(kind: str, location: Sequence[str | int], sentence: str) -> ApiError:
     """Convert pydantic's error `kind` at a field. sentence: pydantic's message, without a full stop."""
     where = ".".join(map(str, location))
     if kind == "extra_forbidden":
         message = f"{where} is not supported here; remove it."
+    elif kind == "union_tag_invalid":
+        message = f"{where}: {TAG.sub(ONE_OF, sentence)}."
     else:
         message = f"{where or 'the body'}: {sentence}."
     return ApiError(400, message, param=where or None)
