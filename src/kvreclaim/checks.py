@@ -6,7 +6,8 @@ field: what the error is about, where that is not the name that the sentence beg
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from kvreclaim.errors import InvalidArgumentError
@@ -16,6 +17,13 @@ def require(condition: bool, message: str, field: str | None = None) -> None:
     """Raises InvalidArgumentError with this sentence about this field unless the condition holds."""
     if not condition:
         raise InvalidArgumentError(message, field=field)
+
+
+def check_known(noun: str, name: str, known: Collection[str], field: str | None = None) -> None:
+    """Raises InvalidArgumentError, with the nearest known name, unless the name is known."""
+    near = () if name in known else get_close_matches(name, known, n=1)
+    meant = f"did you mean {near[0]}? " if near else ""
+    require(name in known, f"{noun} {name!r} is unknown; {meant}known are {', '.join(known)}.", field)
 
 
 def is_int(value: object) -> bool:

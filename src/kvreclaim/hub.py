@@ -20,6 +20,11 @@ def is_hub_id(name: str) -> bool:
     return re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name) is not None
 
 
+def without_hub(name: str) -> str:
+    """Return owner/name of hf.co/owner/name, as ollama writes it, or of a page's address; else the name."""
+    return re.sub(r"^(https://)?(hf\.co|huggingface\.co)/", "", name)
+
+
 def is_cached(repo: str) -> bool:
     """Return whether files of a model are in the hub's cache on this machine."""
     from huggingface_hub.constants import HF_HUB_CACHE

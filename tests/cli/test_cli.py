@@ -110,6 +110,7 @@ def test_policies_are_listed():
     assert told["query_mixture"] == ["yes", "equal"]
     assert told["shares"] == ["yes", "unequal"]
     assert all(len(row) == 4 for row in rows)
+    assert {row[0]: row[3] for row in rows}["keydiff"].endswith("the mean direction of all live keys")
 
 
 def test_tasks_are_listed():

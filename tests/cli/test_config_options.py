@@ -15,7 +15,7 @@ from kvreclaim.bench.plans import ServePlan, VllmPlan
 from kvreclaim.cli.config_options import ConfigOptions, with_config
 from kvreclaim.cli.eval import evaluate
 from kvreclaim.cli.generate import generate
-from kvreclaim.cli.main import app
+from kvreclaim.cli.main import OTHER_COMMANDS, app
 from kvreclaim.cli.options import Compression
 from kvreclaim.cli.run import run as talk
 from kvreclaim.cli.serve import serve
@@ -221,11 +221,27 @@ def test_short_options_are_those_of_llama_cpp(name: str, arguments: list[str], f
 
 
 @pytest.mark.parametrize("command", ["serve", "run", "generate"])
-@pytest.mark.parametrize("typed", [["-ngl", "99"], ["--ctx-size=4096"], ["-fa"], ["--n-gpu-layers", "9"]])
+@pytest.mark.parametrize("typed", [["-ngl", "99"], ["--ctx-size=4096"], ["-cnv"], ["--num_ctx", "9"]])
 def test_options_of_other_engines_name_what_to_pass(command: str, typed: list[str]) -> None:
     result = runner.invoke(app, [command, *typed])
     assert result.exit_code == 2
-    assert f"{typed[0].partition('=')[0]} is no option here; " in result.stderr
+    assert f"{typed[0].partition('=')[0].replace('_', '-')} is no option here; " in result.stderr
+
+
+@pytest.mark.parametrize("name", OTHER_COMMANDS)
+def test_commands_of_other_engines_name_what_to_do(name: str) -> None:
+    result = runner.invoke(app, [name, "x"])
+    assert (result.exit_code, f"{name} is no command here; " in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["serve", "eval", "plan"])
+def test_the_first_word_is_the_model_and_named_once(name: str) -> None:
+    (word,) = {
+        COMMANDS[(name,)].make_context(name, typed).params["model"] for typed in (["a"], ["--model", "a"])
+    }
+    assert word == "a"
+    result = runner.invoke(app, [name, "a", "--model", "a"])
+    assert (result.exit_code, "the model is named twice" in result.stderr) == (2, True)
 
 
 def test_a_value_may_read_like_an_option_of_another_engine() -> None:

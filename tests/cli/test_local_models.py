@@ -139,6 +139,9 @@ def test_a_directory_that_holds_one_gguf_file_is_that_file(home: Path, tmp_path:
         model_of(os.fspath(tmp_path / "files"))
     with pytest.raises(InvalidArgumentError, match="no GGUF file"):
         model_of(os.fspath(tmp_path))
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(InvalidArgumentError, match=r"notes.txt' is no model; pass a file that ends in .gguf"):
+        model_of(os.fspath(tmp_path / "notes.txt"))
 
 
 def test_a_gguf_file_of_the_hub_is_one_model(home: Path, monkeypatch) -> None:
@@ -155,7 +158,8 @@ def test_a_gguf_file_of_the_hub_is_one_model(home: Path, monkeypatch) -> None:
         model_of("some/tiny-GGUF:Q8_0")
     monkeypatch.setattr("kvreclaim.cli.model_names.fetched", lambda *_: directory)
     monkeypatch.setattr("kvreclaim.cli.model_names.why_not_on_hub", lambda _: None)
-    assert model_of("some/tiny-GGUF:Q5_0", fetches=True) == file  # `run` fetches it
+    for written in ("", "hf.co/", "https://huggingface.co/"):
+        assert model_of(f"{written}some/tiny-GGUF:Q5_0", fetches=True) == file  # `run` fetches it
     assert run("rm", "some/tiny-GGUF:Q4_1", "--yes").exit_code == 0
     assert not directory.exists()
 

@@ -50,7 +50,7 @@ def test_statistics_are_a_path_or_themselves(stats):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"policy": "h3o"}, "'h3o' is unknown; known are query_mixture, triattention"),
+        ({"policy": "h3o"}, "'h3o' is unknown; did you mean h2o\\? known are query_mixture, triattention"),
         ({"policy": "knorm(full)"}, "knorm wraps no other policy"),
         ({"policy": "segments(h3o)"}, "'h3o' is unknown"),
         ({"policy": "segments(knorm"}, "is no name"),

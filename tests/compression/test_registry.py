@@ -103,7 +103,7 @@ MISTAKES = {
     "5": "it is a value",
     "(knorm)": "it is a value",
     "segments(" * 20: "nested more than 16 deep",
-    "knom(keep=large)": "'knom' is unknown; known are query_mixture",
+    "knom(keep=large)": "'knom' is unknown; did you mean knorm\\? known are query_mixture",
     "segments(knom)": "'knom' is unknown",
     "knorm(full)": "wraps no other policy and takes its options by name; its options are keep",
     "full(3)": "takes its options by name; it has no options",

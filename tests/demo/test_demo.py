@@ -75,6 +75,14 @@ def test_the_report_is_written_and_printed(figures, written):
         assert f"{run['lookup_accuracy']:.3f}" in next(line for line in text.splitlines() if policy in line)
 
 
+def test_the_language_model_comes_first_and_the_toy_last(monkeypatch, tmp_path):
+    ran = []
+    for name in ("run_toy", "run_language_model"):
+        monkeypatch.setattr(f"kvreclaim.demo.main.{name}", lambda *_, name=name: ran.append(name) or {})
+    run_demo((demo_model(), SMALL), (tmp_path, RealPlan()), Console(quiet=True), tmp_path, None)
+    assert ran == ["run_language_model", "run_toy"]
+
+
 def test_query_mixture_keeps_the_evidence_at_a_tenth_of_the_cache():
     plan = DemoPlan()
     examples = [plan.task.sample(seed) for seed in range(8)]
@@ -154,6 +162,7 @@ def test_compressed_conversations_run_at_once(measured):
 def test_it_is_printed_and_drawn(measured):
     figures, out, text = measured
     assert (out / "real_model.png").read_bytes().startswith(b"\x89PNG")
+    assert text.index("conversations of 600 tokens at once") < text.index("What stays")
     forms = dict(zip(TASKS, (".3f", ".2f"), strict=True))
     assert all(format(row["value"], forms[row["task"]]) in text for row in figures["eval"]["rows"])
 

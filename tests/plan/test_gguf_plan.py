@@ -160,8 +160,3 @@ def test_what_does_not_add_up_is_refused(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(KVReclaimError, match="architecture 'mamba'"):
         load_shape(tmp_path / "o.gguf")
-
-
-def test_a_model_is_named_once(tmp_path: Path) -> None:
-    result = runner.invoke(app, ["plan", "Llama-3.1-8B", "--model", "Llama-3.1-8B"])
-    assert (result.exit_code, "named twice" in result.stderr) == (2, True)

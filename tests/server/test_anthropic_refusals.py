@@ -18,8 +18,13 @@ REFUSED = [
     ({"messages": None}, "messages"),
     ({"messages": [{"role": "user", "content": []}]}, "messages.0.content"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+    ({"temprature": 1}, "temprature is not supported here; did you mean temperature?"),
+    ({"kv_compression": {"ratio": 1}}, "kv_compression.ratio is not supported here; remove it."),
     ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages.0.name"),
-    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        "type 'image' is not supported here; pass one of 'text', ",
+    ),
     ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "'document'"),
     (
         {

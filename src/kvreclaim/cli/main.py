@@ -39,6 +39,17 @@ COMMANDS = {
 which imports no command."""
 
 
+OTHER_COMMANDS = {
+    "pull": "`kvreclaim fetch NAME` downloads a model, and so does `kvreclaim run NAME`",
+    "list": "pass ls",
+    "chat": "pass run",
+    "show": "`kvreclaim ls` lists models, `kvreclaim plan NAME` prints sizes, /show the settings in a chat",
+    **dict.fromkeys(("ps", "stop"), "a model is loaded while `kvreclaim run` or `serve` runs"),
+    "create": "write a preset and pass --config FILE to `kvreclaim run`",
+}
+"""Commands of ollama and vLLM, and what to do instead."""
+
+
 class CommandTable(Mapping[str, Any]):
     """Typer's commands by name, each imported at its first use."""
 
@@ -75,6 +86,11 @@ class _Group(TyperGroup):
         super().__init__(**settings)
         self.commands = CommandTable()  # type: ignore[assignment]
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] in OTHER_COMMANDS:
+            ctx.fail(f"{args[0]} is no command here; {OTHER_COMMANDS[args[0]]}.")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
@@ -84,6 +100,7 @@ app = CommandApp(
     cls=_Group,
     add_completion=True,
     no_args_is_help=True,
+    context_settings={"help_option_names": ["--help", "-h"]},
     help="Serve language models from a paged KV cache whose compression gives blocks back.",
 )
 

@@ -15,7 +15,7 @@ from kvreclaim.checks import require
 from kvreclaim.cli.config_options import with_config
 from kvreclaim.cli.options import DEMO, tell
 from kvreclaim.errors import InvalidArgumentError, printable
-from kvreclaim.hub import is_cached, is_hub_id, why_not_on_hub
+from kvreclaim.hub import is_cached, is_hub_id, why_not_on_hub, without_hub
 from kvreclaim.model_paths import (
     REAL_MODEL,
     directory_name,
@@ -52,6 +52,7 @@ def fetched(source: str | None, output: Path | None) -> Path:
     """Return the model's directory. Fetch the model with messages if it is missing. Raises: FetchError."""
     from kvreclaim.model.fetch import fetch_model, source_from
 
+    source = None if source is None else without_hub(source)
     return fetch_model(source_from(source), output, say=lambda line: typer.echo(printable(line), err=True))
 
 
@@ -69,7 +70,8 @@ def model_of(named: str | None, say: Callable[[str], object] = tell, *, fetches:
     if named == DEMO:
         return demo_model()
     if os.path.exists(named):
-        return in_directory(Path(named)) if os.path.isdir(named) else named
+        return in_directory(Path(named)) if os.path.isdir(named) else model_file(named)
+    named = without_hub(named)
     if (found := local_model(named)) is not None:
         return found
     if fetches and named.casefold() == REAL_MODEL.casefold():
@@ -83,6 +85,16 @@ def _default(say: Callable[[str], object]) -> Path:
         return real
     say("model: the demo model, a toy for tests; `make real-model` or `kvreclaim fetch` brings a real one")
     return demo_model()
+
+
+def model_file(path: str) -> str:
+    """A file that may be a model, or its config. Raises: InvalidArgumentError for any other."""
+    require(
+        path.lower().endswith((".gguf", ".json")),
+        f"file {path!r} is no model; pass a file that ends in .gguf, or a directory in transformers' layout.",
+        "model",
+    )
+    return path
 
 
 def in_directory(path: Path) -> str | Path:

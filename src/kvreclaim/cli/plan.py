@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from kvreclaim.checks import require
 from kvreclaim.cli.config_options import ConfigOptions, with_config
 from kvreclaim.cli.model_names import local_model, model_of
 from kvreclaim.cli.options import DEMO, Figures
@@ -19,7 +18,6 @@ from kvreclaim.plan.plan_request import PlanRequest
 @with_config
 def plan(
     request: Annotated[PlanRequest, ConfigOptions(config=PlanRequest)],
-    file: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Same as --model.")] = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -35,10 +33,8 @@ def plan(
     from kvreclaim.plan.answer import plan as answer_of
     from kvreclaim.plan.sections import lines
 
-    require(file is None or model is None, "the model is named twice; leave out --model.", "model")
-    named = model if file is None else file
-    is_path = named in (None, DEMO) or os.path.exists(str(named))
-    answer = answer_of(model_of(named) if is_path else local_model(str(named)) or str(named), request)
+    is_path = model in (None, DEMO) or os.path.exists(str(model))
+    answer = answer_of(model_of(model) if is_path else local_model(str(model)) or str(model), request)
     if json_file is not None:
         write_json(json_file, answer.values)
     typer.echo("\n".join(map(printable, lines(answer, explain=explain))))

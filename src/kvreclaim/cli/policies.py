@@ -36,9 +36,9 @@ def tasks() -> None:
 
 
 def first_sentence(documented: type) -> str:
-    """The first sentence of a class's docstring."""
-    text = " ".join((inspect.getdoc(documented) or "").split())
-    return re.split(r"(?<=[a-z)\]]\.) ", text, maxsplit=1)[0].rstrip(".")
+    """The first sentence of a class's docstring, without the formula that may follow."""
+    text = " ".join((inspect.getdoc(documented) or "").partition("\n\n")[0].split())
+    return re.split(r"(?<=[a-z)\]]\.) ", text, maxsplit=1)[0].rstrip(".:")
 
 
 def print_rows(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:

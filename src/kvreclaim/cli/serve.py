@@ -120,9 +120,8 @@ def _check_lasting(server: ServerConfig, engine: EngineConfig) -> None:
     keeps += [name for name in ("slot_save_path", "responses_db") if getattr(server, name) is not None]
     require(
         not (keeps and (server.api_keys or server.operator_key) and server.tenant_secret is None),
-        f"{' and '.join(keeps)} is set, and so are keys, but tenant_secret is not: what tenants keep is "
-        "found under names made with it, which would be others at the next start; give it, or leave the path "
-        "out.",
+        f"{' and '.join(keeps)} is set, and so are keys, but tenant_secret is not: without it the names of "
+        "tenants' files change at each start; pass --tenant-secret TEXT, or leave the path out.",
         "tenant_secret",
     )
 

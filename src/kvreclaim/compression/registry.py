@@ -8,6 +8,7 @@ from dataclasses import MISSING, Field, fields
 from types import MappingProxyType
 from typing import Any
 
+from kvreclaim.checks import check_known
 from kvreclaim.compression.policies.ada_kv import AdaKV
 from kvreclaim.compression.policies.critical import Critical
 from kvreclaim.compression.policies.expected_attention import ExpectedAttention
@@ -92,9 +93,9 @@ def policy_class(name: str) -> type[CompressionPolicy]:
             "policy auto stands for a policy that a model's statistics name, and cannot be used here; name "
             "that policy (`kvreclaim calibrate --show FILE` prints it)."
         )
-    cls = find(_BUILT_IN, ENTRY_POINT_GROUP, name, "policy", CompressionPolicy)
-    if cls is None:
-        raise InvalidArgumentError(f"policy {name!r} is unknown; known are {', '.join(policy_names())}.")
+    if (cls := find(_BUILT_IN, ENTRY_POINT_GROUP, name, "policy", CompressionPolicy)) is None:
+        check_known("policy", name, policy_names())
+    assert cls is not None
     return cls
 
 

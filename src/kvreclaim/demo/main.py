@@ -84,7 +84,7 @@ def run_toy(model: Path, plan: DemoPlan, console: Console, out: Path) -> dict[st
         "load": load,
     }
     console.print(
-        f"\n{facts.name}: {plan.final_length} tokens a sequence, pool of {plan.num_blocks} blocks of "
+        f"\n{facts.name} (a toy): {plan.final_length} tokens a sequence, pool of {plan.num_blocks} blocks of "
         f"{plan.block_size} tokens",
         style="bold",
     )
@@ -113,15 +113,16 @@ def run_language_model(model: Path, plan: RealPlan, console: Console, out: Path)
     with progress_bar(console) as on_start:
         on_progress = on_start(2 + len(plan.fractions))
         made = run_real(model, plan, lambda name: on_progress(name, 1))
+    title = (
+        f"{made['model']}: {plan.num_load} conversations of {plan.num_load_tokens} tokens at once "
+        f"in {plan.num_blocks} blocks"
+    )
+    _show(console, title, LOAD, made["load"])
     console.print(
         f"\nProse of {plan.num_tokens} tokens with eight codes in it, compressed before any question; then "
         "digits of the codes, teacher-forced, and the perplexity of the prose's continuation."
     )
     _show(console, "What stays", TEXT, _text_rows(made["eval"]))
-    title = (
-        f"{plan.num_load} conversations of {plan.num_load_tokens} tokens at once in {plan.num_blocks} blocks"
-    )
-    _show(console, title, LOAD, made["load"])
     _draw_real(made["eval"], made["load"], plan.num_blocks, out / "real_model.png")
     return made | {"eval": made["eval"].model_dump(mode="json"), "num_blocks": plan.num_blocks}
 
@@ -135,16 +136,16 @@ def run_demo(
     *,
     threads: int = 1,
 ) -> None:
-    """Run both parts; without a language model, only the first. threads: of the demo model"""
-    started, all_threads = time.perf_counter(), torch.get_num_threads()
+    """Run both parts; without a language model, only the toy. threads: of the demo model"""
+    started = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(threads)
-    figures = run_toy(*toy, console, out)
-    torch.set_num_threads(all_threads)
     if real is None:
-        console.print("\nNo language model is installed; run `make real-model` for the second part.")
+        console.print("No language model is installed; `make real-model` fetches the one of the first part.")
+        shown = {}
     else:
-        figures["real"] = run_language_model(*real, console, out)
+        shown = {"real": run_language_model(*real, console, out)}
+    torch.set_num_threads(threads)
+    figures = run_toy(*toy, console, out) | shown
     console.print(f"\ncharts: {', '.join(map(str, sorted(out.glob('*.png'))))}")
     if json is not None:
         write_json(json, figures)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvreclaim import corpora
-from kvreclaim.checks import require
+from kvreclaim.checks import check_known, require
 from kvreclaim.eval.jsonl import read_questions
 from kvreclaim.eval.packages import task_package
 from kvreclaim.eval.plan import KNOWN, RULER, TaskOptions
@@ -114,13 +113,7 @@ def check_tasks(names: Sequence[str], options: TaskOptions) -> list[str]:
     """
     for name in names:
         kind, _, argument = name.partition(":")
-        near = get_close_matches(kind, TASK_KINDS, n=1)
-        meant = f"did you mean {near[0]}? " if near else ""
-        require(
-            kind in TASK_KINDS,
-            f"task {name!r} is unknown; {meant}known are {', '.join(TASK_KINDS)}.",
-            field="tasks",
-        )
+        check_known("task", kind, TASK_KINDS, "tasks")
         require(
             TASK_KINDS[kind].accepts(argument) and not name.endswith(":"),
             f"task {name!r} is unknown; write {' or '.join(TASK_KINDS[kind].forms(kind))}.",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -177,11 +178,23 @@ def failed(request_id: str) -> ApiError:
     return ApiError(500, f"the request failed inside the engine; the log says why under {request_id}.")
 
 
-def from_problem(kind: str, location: Sequence[str | int], sentence: str) -> ApiError:
-    """Convert pydantic's error `kind` at a field. sentence: pydantic's message, without a full stop."""
+TAG = re.compile(r"Input tag (\S+) found using '(\w+)' does not match any of the expected tags:")
+LONGEST_TYPO = 64
+"""Longer names of unknown fields are compared with none."""
+ONE_OF = r"\2 \1 is not supported here; pass one of"
+
+
+def from_problem(
+    kind: str, location: Sequence[str | int], sentence: str, known: Iterable[str] = ()
+) -> ApiError:
+    """Convert pydantic's error `kind` at a field. sentence: pydantic's, without a full stop. known: names."""
     where = ".".join(map(str, location))
     if kind == "extra_forbidden":
-        message = f"{where} is not supported here; remove it."
+        is_typo = len(location) == 1 and len(where) < LONGEST_TYPO
+        near = get_close_matches(where, known, n=1, cutoff=0.8) if is_typo else ()
+        message = f"{where} is not supported here; " + (f"did you mean {near[0]}?" if near else "remove it.")
+    elif kind == "union_tag_invalid":
+        message = f"{where}: {TAG.sub(ONE_OF, sentence)}."
     else:
         message = f"{where or 'the body'}: {sentence}."
     return ApiError(400, message, param=where or None)

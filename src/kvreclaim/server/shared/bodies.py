@@ -159,7 +159,7 @@ def parse(model: type[BaseModel], body: bytes, content_type: str, service: Servi
         return model.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        raise from_problem(first["type"], first["loc"], first["msg"]) from None
+        raise from_problem(first["type"], first["loc"], first["msg"], model.model_fields) from None
 
 
 def sampling_of(given: Mapping[str, Any], fields: Container[str]) -> SamplingParams:
