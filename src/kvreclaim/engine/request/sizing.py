@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import psutil
 import torch
 
 from kvreclaim import speculation
@@ -49,7 +50,7 @@ def choose_limits(config: EngineConfig, facts: ModelFacts, spoken_for: int = 0) 
     form, groups = kv_format(config.kv_cache_dtype, facts.dtype), layer_groups(facts, config)
     layers, size = groups.facts.layers, config.block_size
     block_bytes = form.bytes_per_block(layers, size)
-    free = max(0, free_memory_bytes(facts.device) - spoken_for)
+    free = max(0, free_memory_bytes(facts.device, config.memory_limit) - spoken_for)
     if config.full_cache_host_size:
         host_blocks = full_cache_blocks(config, block_bytes)
         if config.max_model_len is None:
@@ -70,14 +71,15 @@ def choose_limits(config: EngineConfig, facts: ModelFacts, spoken_for: int = 0) 
             num_blocks = max(1, num_blocks)
         if num_blocks < 1:
             raise InvalidArgumentError(
-                f"kv_memory_fraction {fraction} of the free memory holds no block of "
+                f"kv_memory_fraction {fraction} of the free memory{_limit(config)} holds no block of "
                 f"{block_bytes} bytes{_signals(kept_bytes)}; free some memory, raise the fraction or set "
                 "num_blocks."
             )
     elif (needed := num_blocks * block_bytes + kept_bytes) > free:
         raise InvalidArgumentError(
             f"num_blocks is {num_blocks}, which takes {needed / 2**20:,.0f} MiB of K/V in {form.name}"
-            f"{_signals(kept_bytes)}, but {free / 2**20:,.0f} MiB are free; lower it, or leave it out."
+            f"{_signals(kept_bytes)}, but {free / 2**20:,.0f} MiB are free{_limit(config)}; lower "
+            "it, or leave it out."
         )
     signal_bytes = config.max_signal_bytes
     if signal_bytes is None:
@@ -275,8 +277,16 @@ def _signals(num_bytes: int) -> str:
     return f" (with {num_bytes / 2**20:.1f} MiB for signals)" if num_bytes else ""
 
 
-def free_memory_bytes(device: torch.device) -> int:
-    """Return the free memory of the device (for a CPU: what this process may take of the machine's)."""
+def _limit(config: EngineConfig) -> str:
+    return f" under memory_limit {config.memory_limit:g} GiB" if config.memory_limit is not None else ""
+
+
+def free_memory_bytes(device: torch.device, limit_gib: float | None = None) -> int:
+    """Return the free memory of the device (for a CPU: what this process may take of the machine's), at most
+    what a limit leaves beside what the process has allocated there."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return free_host_memory_bytes()
+        free, used = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)
+    else:
+        memory = psutil.Process().memory_info()
+        free, used = free_host_memory_bytes(), memory.rss - getattr(memory, "shared", 0)  # less mapped files
+    return free if limit_gib is None else min(free, int(limit_gib * (1 << 30)) - used)
