@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import typer
@@ -59,7 +60,8 @@ def presets_of(path: str, context: typer.Context) -> list[Preset]:
 def _preset(context: typer.Context, label: str, name: str, options: Any) -> Preset:
     require(isinstance(options, dict), f"{label} is {options!r}; give it options, such as {{model: demo}}.")
     command, group = context.command, context.parent
-    commands = getattr(group.command, "commands", ()) if group is not None else (command.name,)
+    own: Container[str] = (str(command.name),)
+    commands = getattr(group.command, "commands", own) if group is not None else own
     flags = {
         flag: getattr(each, "multiple", False) or each.nargs != 1
         for each in command.params

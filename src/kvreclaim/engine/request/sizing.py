@@ -23,6 +23,7 @@ from kvreclaim.offload.plan.tiered_offload import NEVER, TieredOffload
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import kv_format
 from kvreclaim.ops.groups import layer_groups
+from kvreclaim.options import LARGEST
 from kvreclaim.schedule.rates import Rates
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,8 @@ def choose_limits(config: EngineConfig, facts: ModelFacts, spoken_for: int = 0) 
     form, groups = kv_format(config.kv_cache_dtype, facts.dtype), layer_groups(facts, config)
     layers, size = groups.facts.layers, config.block_size
     block_bytes = form.bytes_per_block(layers, size)
-    free = max(0, free_memory_bytes(facts.device, config.memory_limit) - spoken_for)
+    free = min(free_memory_bytes(facts.device), left_of_limit(config, facts.device))
+    free = max(0, free - spoken_for)
     if config.full_cache_host_size:
         host_blocks = full_cache_blocks(config, block_bytes)
         if config.max_model_len is None:
@@ -281,12 +283,20 @@ def _limit(config: EngineConfig) -> str:
     return f" under memory_limit {config.memory_limit:g} GiB" if config.memory_limit is not None else ""
 
 
-def free_memory_bytes(device: torch.device, limit_gib: float | None = None) -> int:
-    """Return the free memory of the device (for a CPU: what this process may take of the machine's), at most
-    what a limit leaves beside what the process has allocated there."""
+def left_of_limit(config: EngineConfig, device: torch.device) -> int:
+    """Return what memory_limit leaves beside what the process has allocated on the device."""
+    if config.memory_limit is None:
+        return LARGEST
     if device.type == "cuda":
-        free, used = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)
+        used = torch.cuda.memory_reserved(device)
     else:
         memory = psutil.Process().memory_info()
-        free, used = free_host_memory_bytes(), memory.rss - getattr(memory, "shared", 0)  # less mapped files
-    return free if limit_gib is None else min(free, int(limit_gib * (1 << 30)) - used)
+        used = memory.rss - getattr(memory, "shared", 0)  # without mapped files
+    return int(config.memory_limit * (1 << 30)) - used
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Return the free memory of the device (for a CPU: what this process may take of the machine's)."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return free_host_memory_bytes()

@@ -7,7 +7,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -18,9 +18,10 @@ from fastapi import FastAPI, Query
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic_core import from_json
+from starlette.datastructures import QueryParams
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from kvreclaim import __version__
@@ -101,10 +102,12 @@ class Router:
     def _memory_gib(self, preset: Preset) -> float:
         return preset.memory_gib or (self.limit_gib or 0.0) / self.most
 
-    def _fits(self, preset: Preset) -> bool:
-        taken = sum(self._memory_gib(self.presets[name]) for name in self.children)
+    def _fits(self, preset: Preset, without: Sequence[Child] = ()) -> bool:
+        """Whether the model may be loaded beside the others, less these."""
+        left = [name for name, child in self.children.items() if child not in without]
+        taken = sum(self._memory_gib(self.presets[name]) for name in left)
         within = self.limit_gib is None or taken + self._memory_gib(preset) <= self.limit_gib + 1e-6
-        return within and len(self.children) < self.most
+        return within and len(left) < self.most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request to a model."""
@@ -117,11 +120,11 @@ class Router:
 
     async def _answer(self, request: Request, body: bytes, send: Send) -> None:
         name = model_in(request, body)
-        if name is None and request.url.path.startswith(STORED):
-            loaded = [child for child in self.children.values() if child.ready.done()]
-            for child in loaded:
-                if await self._pass(child, request, body, send, unless_404=child is not loaded[-1]):
+        if name is None and request.scope["path"].startswith(STORED):
+            for child in [each for each in self.children.values() if each.ready.done()]:
+                if await self._pass(child, request, body, send, unless_404=True):
                     return
+            raise ApiError(404, "no loaded model keeps this response; a model forgets them when unloaded.")
         if name is None:
             raise ApiError(
                 400,
@@ -152,21 +155,25 @@ class Router:
             child.running -= 1
             child.used_s = asyncio.get_running_loop().time()
 
-    async def _start(self, preset: Preset) -> Child:
-        name, waits = preset.names[0], False
+    async def _make_room(self, preset: Preset) -> None:
+        """Stop models that run nothing, the least recently used first, or wait for one. Raises: ApiError."""
+        waits = False
         while not self._fits(preset) and not self.draining.is_set():
-            idle = [child for child in self.children.values() if child.is_idle]
-            for child in sorted(idle, key=lambda each: each.used_s):
-                if await child.is_free():
-                    await self._stop(child)
-                    break
-            else:
-                if not waits:
-                    logger.info("%s waits until a loaded model has answered its requests", name)
-                waits = True
-                await asyncio.sleep(POLL_S)
+            idle = sorted((each for each in self.children.values() if each.is_idle), key=lambda it: it.used_s)
+            free = [child for child in idle if await child.is_free()]
+            if self._fits(preset, without=free):
+                await self._stop(free[0])
+                continue
+            if not waits:
+                logger.info("%s waits until a loaded model has answered its requests", preset.names[0])
+            waits = True
+            await asyncio.sleep(POLL_S)
         if self.draining.is_set():
             raise ApiError(503, "the server is shutting down; send the request to another one.")
+
+    async def _start(self, preset: Preset) -> Child:
+        await self._make_room(preset)
+        name = preset.names[0]
         memory = f"--kv-memory-fraction={POOL_FRACTION / self.most:.3f}"
         if self.limit_gib is not None:
             memory = f"--memory-limit={self._memory_gib(preset)}"
@@ -314,6 +321,14 @@ class RouterServer(DrainingServer):
             child.kill()
 
 
+class _Named(Route):
+    """Matches what names a model in its query, which comes before this server's own routes."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, found = super().matches(scope)
+        return (match if "model" in QueryParams(scope["query_string"]) else Match.NONE), found
+
+
 def _app(router: Router) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -327,7 +342,7 @@ def _app(router: Router) -> FastAPI:
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     install_handlers(app)
-    routes = {
+    routes: dict[str, Callable[..., Any]] = {
         "/": router.page,
         "/health": router.health,
         "/version": router.version,
@@ -337,6 +352,7 @@ def _app(router: Router) -> FastAPI:
     }
     for path, answer in routes.items():
         app.add_api_route(path, answer)
+    app.router.routes.insert(0, _Named("/{path:path}", router))
     app.router.routes.append(Route("/{path:path}", router))
     guard(app, router.config, router.config.max_body_bytes or MAX_BODY_BYTES)
     return app
