@@ -137,7 +137,7 @@ class EngineConfig:
         "memory.",
         low=0.01,
         high=float(1 << 20),
-        panel=FIRST,
+        panel=MEMORY,
     )
     max_signal_bytes: int | None = option(
         None,

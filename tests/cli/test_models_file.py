@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvreclaim.cli.main import app
-from kvreclaim.server.router.app import Router
+from kvreclaim.server.router.fleet import Fleet
 
 runner = CliRunner()
 
@@ -62,10 +62,10 @@ def test_options_of_several_models_need_them(option: str) -> None:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[Router]:
-    """Routers that were about to serve; none does."""
-    found: list[Router] = []
-    monkeypatch.setattr("kvreclaim.server.router.app.serve", lambda router, listener: found.append(router))
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Fleet]:
+    """What was about to be served; none is."""
+    found: list[Fleet] = []
+    monkeypatch.setattr("kvreclaim.server.router.app.serve", lambda fleet, listener: found.append(fleet))
     monkeypatch.setattr("kvreclaim.cli.serve.configure_logging", lambda *_, **__: None)
     return found
 
@@ -78,16 +78,16 @@ d: {model: demo}
 """
 
 
-def test_presets_and_shares_of_the_limit(tmp_path: Path, started: list[Router]) -> None:
+def test_presets_and_shares_of_the_limit(tmp_path: Path, started: list[Fleet]) -> None:
     assert serve(tmp_path, FILE, "--memory-limit", "6", "--api-key", "k", "--api-key", "l").exit_code == 0
-    [router] = started
-    assert router.names == ["coder_1", "x", "y", "b", "c", "d"]
-    coder, b = router.presets["y"], router.presets["b"]
+    [fleet] = started
+    assert list(fleet.presets) == ["coder_1", "x", "y", "b", "c", "d"]
+    coder, b = fleet.presets["y"], fleet.presets["b"]
     own = ("--model=demo", "--kv-budget=20%", "--served-model-name=x", "--served-model-name=y", "--max-n=3")
     assert set(coder.arguments[2:]) == set(own)
     assert "--no-enable-prefix-caching" in b.arguments
     # Three may be loaded at once.
-    assert [router._memory_gib(preset) for preset in (coder, b)] == [2.0, 0.5]
-    assert [option for option in router._passed if "key" in option][:2] == ["--api-key=k", "--api-key=l"]
-    [operator] = [option for option in router._passed if option.startswith("--operator-key=")]
+    assert [fleet._memory_gib(preset) for preset in (coder, b)] == [2.0, 0.5]
+    assert [option for option in fleet.options() if "key" in option][:2] == ["--api-key=k", "--api-key=l"]
+    [operator] = [option for option in fleet.options() if option.startswith("--operator-key=")]
     assert len(operator) > 40

@@ -17,7 +17,7 @@ MODELS = "--models"
 ModelsFile = typer.Option(
     MODELS,
     metavar="<path>",
-    help="YAML file with several models: a preset by each name. Each model is loaded at its first use.",
+    help="YAML file with several models, by name. Each is loaded at its first use.",
 )
 OF_SERVER = (
     *("--host", "--port", "--api-key", "--operator-key", "--tenant-secret", "--allowed-hosts"),
@@ -46,18 +46,19 @@ def check_given(context: typer.Context, *, several: bool) -> None:
         )
 
 
-def presets_of(path: str, context: typer.Context) -> list[Preset]:
-    """Read the presets of a command. Raises: InvalidArgumentError."""
+def presets_of(path: str, context: typer.Context, *shared: str) -> list[Preset]:
+    """Read the presets of a command. shared: arguments that a preset may replace. Raises:
+    InvalidArgumentError."""
     found = read_yaml(path, MODELS)
     require(bool(found), f"{MODELS} is {path!r}, which has no model; add a preset by its name.")
-    presets = [_preset(context, f"{path}: {name}", str(name), found[name]) for name in found]
+    presets = [_preset(context, f"{path}: {name}", str(name), found[name], shared) for name in found]
     names = [name for preset in presets for name in preset.names]
     twice = next((name for name in names if names.count(name) > 1), None)
     require(twice is None, f"{path} has two models named {twice!r}; rename one.")
     return presets
 
 
-def _preset(context: typer.Context, label: str, name: str, options: Any) -> Preset:
+def _preset(context: typer.Context, label: str, name: str, options: Any, shared: tuple[str, ...]) -> Preset:
     require(isinstance(options, dict), f"{label} is {options!r}; give it options, such as {{model: demo}}.")
     command, group = context.command, context.parent
     own: Container[str] = (str(command.name),)
@@ -68,7 +69,7 @@ def _preset(context: typer.Context, label: str, name: str, options: Any) -> Pres
         for flag in each.opts
         if flag not in (*OF_SERVER, *OF_SEVERAL)
     }
-    arguments = tuple(preset_args(label, options, str(command.name), commands, flags))
+    arguments = (*shared, *preset_args(label, options, str(command.name), commands, flags))
     try:
         values = command.make_context(command.name, list(arguments), parent=group).params
         require(values["model"] is not None, "model is missing; name one.")

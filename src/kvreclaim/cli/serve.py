@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -62,12 +62,12 @@ def serve(
     dtype: opt.DType = "auto",
     device: opt.Device = "auto",
 ) -> None:
-    """Serve a model to OpenAI and Anthropic clients, with a chat and a view of its blocks at /."""
+    """Serve a model to OpenAI and Anthropic clients, with a chat at /."""
     check_given(context, several=models is not None)
     if models is not None:
-        _serve_several(
-            presets_of(models, context), config, routing, engine.memory_limit, log_format, log_level
-        )
+        presets = presets_of(models, context, f"--log-format={log_format}", f"--log-level={log_level}")
+        configure_logging(log_format, log_level, log_prompts=False)
+        _serve_several(presets, config, routing, engine.memory_limit)
         return
     chosen: list[str] = []
     path = model_of(model, chosen.append)
@@ -104,21 +104,14 @@ def serve(
 
 
 def _serve_several(
-    presets: list[Preset],
-    config: dict[str, Any],
-    routing: RouterConfig,
-    limit_gib: float | None,
-    log_format: str,
-    log_level: str,
+    presets: list[Preset], config: dict[str, Any], routing: RouterConfig, limit_gib: float | None
 ) -> None:
     settings = ServerConfig(**config, served_model_name=tuple(each.names[0] for each in presets))
     with bind(settings.host, settings.port) as listener:
-        configure_logging(log_format, log_level, log_prompts=False)
-        from kvreclaim.server.router.app import Router, serve
+        from kvreclaim.server.router.app import serve
+        from kvreclaim.server.router.fleet import Fleet
 
-        logs = (f"--log-format={log_format}", f"--log-level={log_level}")
-        presets = [replace(each, arguments=(*logs, *each.arguments)) for each in presets]
-        serve(Router(presets, settings, routing, limit_gib), listener)
+        serve(Fleet(presets, settings, routing, limit_gib), listener)
 
 
 def _launched(spec: EngineSpec, started: StartedProcess | None) -> EngineClient:
