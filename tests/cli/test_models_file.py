@@ -13,6 +13,11 @@ from kvreclaim.server.router.fleet import Fleet
 runner = CliRunner()
 
 
+@pytest.fixture(autouse=True)
+def logs_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvreclaim.cli.serve.configure_logging", lambda *_, **__: None)
+
+
 def serve(folder: Path, text: str, *options: str):
     path = folder / "models.yaml"
     path.write_text(text, encoding="utf-8")
@@ -66,7 +71,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Fleet]:
     """What was about to be served; none is."""
     found: list[Fleet] = []
     monkeypatch.setattr("kvreclaim.server.router.app.serve", lambda fleet, listener: found.append(fleet))
-    monkeypatch.setattr("kvreclaim.cli.serve.configure_logging", lambda *_, **__: None)
     return found
 
 

@@ -32,6 +32,13 @@ if TYPE_CHECKING:
     from kvreclaim.engine.serving.messages import EngineSpec
 
 SERVER, SEVERAL = "Server", "Several models"
+LogLevel = Annotated[
+    str, typer.Option(rich_help_panel=OBSERVABILITY, help="Log level: debug, info, warning or error.")
+]
+LogFormat = Annotated[
+    str,
+    typer.Option(rich_help_panel=OBSERVABILITY, help="Log format: json, text, or auto (text on a terminal)."),
+]
 logger = logging.getLogger(__name__)
 
 
@@ -49,16 +56,8 @@ def serve(
     routing: Annotated[RouterConfig, ConfigOptions(config=RouterConfig, panel=SEVERAL)],
     models: Annotated[str | None, ModelsFile] = None,
     calibrate: opt.Calibrate = False,
-    log_level: Annotated[
-        str,
-        typer.Option(rich_help_panel=OBSERVABILITY, help="Log level: debug, info, warning or error."),
-    ] = "info",
-    log_format: Annotated[
-        str,
-        typer.Option(
-            rich_help_panel=OBSERVABILITY, help="Log format: json, text, or auto (text on a terminal)."
-        ),
-    ] = "auto",
+    log_level: LogLevel = "info",
+    log_format: LogFormat = "auto",
     dtype: opt.DType = "auto",
     device: opt.Device = "auto",
 ) -> None:

@@ -65,7 +65,7 @@ class Child:
         """key: one that its operator routes accept."""
         with bind(LOOPBACK, 0) as listener:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", PROGRAM),
+                *(sys.executable, "-P", "-c", PROGRAM),
                 stdin=asyncio.subprocess.PIPE,
                 pass_fds=[listener.fileno()],
                 env={**os.environ, LISTEN_FD: str(listener.fileno())},
