@@ -152,6 +152,18 @@ def test_the_least_recently_used_is_unloaded_for_room_but_never_a_busy_one(route
     assert set(re.findall(r"SIGTERM: no new requests; (\d+) to finish", router.log.read_text())) == {"0"}
 
 
+def test_a_response_in_the_background_keeps_its_model(router: Served) -> None:
+    body = {"model": MODEL, "input": "GO sky", "background": True, "max_output_tokens": 4000}
+    kept = post(router.base_url, "/v1/responses", body | {"ignore_eos": True}).json()["id"]
+    with ThreadPoolExecutor(1) as pool:
+        num_waits = router.log.read_text().count("tiny waits until")
+        waiting = pool.submit(post, router.base_url, "/v1/completions", {"model": "tiny", **PROMPT})
+        until(lambda: router.log.read_text().count("tiny waits until") > num_waits)
+        assert web.get(f"{router.base_url}/v1/responses/{kept}").json()["status"] == "in_progress"
+        assert post(router.base_url, f"/v1/responses/{kept}/cancel", {}).json()["status"] == "cancelled"
+        assert waiting.result().status_code == 200
+
+
 def processes(server: Served) -> list[psutil.Process]:
     return psutil.Process(server.process.pid).children()
 
