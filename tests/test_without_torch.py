@@ -49,6 +49,7 @@ PROGRAMS = {
         "with started.StartedProcess() as process: print('ended with', process.process.wait())",
         "ended with",
     ),
+    "several models are served": ("", "import kvreclaim.server.router.app; print('imported')", "imported"),
     "help and a mistake": (
         "numpy",
         "from kvreclaim.cli.main import app\n"

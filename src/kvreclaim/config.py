@@ -131,6 +131,14 @@ class EngineConfig:
         high=0.95,
         panel=FIRST,
     )
+    memory_limit: float | None = option(
+        None,
+        "GiB that the model and its pool may take; with --models, all models together. Default: the free "
+        "memory.",
+        low=0.01,
+        high=float(1 << 20),
+        panel=MEMORY,
+    )
     max_signal_bytes: int | None = option(
         None,
         "Memory for the queries, attention and digests that policies keep of running sequences. Default: a "

@@ -24,7 +24,7 @@ from kvreclaim.config import EngineConfig
 from kvreclaim.eval.plan import EvalPlan, TaskOptions
 from kvreclaim.options import Setting, settings_of
 from kvreclaim.sampling_params import SamplingParams
-from kvreclaim.server.base.config import ServerConfig
+from kvreclaim.server.base.config import RouterConfig, ServerConfig
 
 runner = CliRunner()
 CONFIGS = (EngineConfig, SamplingParams, CompressionSettings, ServerConfig)
@@ -123,7 +123,11 @@ def test_a_mistake_is_one_sentence() -> None:
 @pytest.mark.parametrize(
     ("command", "groups", "others"),
     [
-        (serve, {"config": ServerConfig, "engine": EngineConfig}, {"calibrate", "log_level", "log_format"}),
+        (
+            serve,
+            {"config": ServerConfig, "engine": EngineConfig, "routing": RouterConfig},
+            {"calibrate", "log_level", "log_format", "models", "context"},
+        ),
         (
             generate,
             {"engine": EngineConfig, "params": SamplingParams},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+import psutil
 import pytest
 import tiny
 import torch
@@ -132,3 +133,13 @@ def test_a_gpu_gives_the_pool_nine_tenths_of_its_free_memory(make_llm, monkeypat
     monkeypatch.setattr(sizing, "free_memory_bytes", lambda device: 40 * block_bytes)
     config = EngineConfig(kv_memory_fraction=given, max_num_seqs=64, max_signal_bytes=0)
     assert sizing.choose_limits(config, facts).num_blocks == int(40 * share)
+
+
+def test_model_and_pool_stay_within_a_memory_limit(make_llm):
+    llm, memory = make_llm(), psutil.Process().memory_info()
+    used, more = memory.rss - memory.shared, 64 << 20
+    config = EngineConfig(memory_limit=(used + more) / (1 << 30), max_num_seqs=1 << 20, max_signal_bytes=0)
+    num_bytes = sizing.choose_limits(config, llm.loaded.facts).num_blocks * llm.engine.cache.bytes_per_block
+    assert 0.4 * more < num_bytes <= 0.51 * more
+    with pytest.raises(InvalidArgumentError, match=r"under memory_limit 0\.05 GiB holds no block"):
+        sizing.choose_limits(EngineConfig(memory_limit=0.05), llm.loaded.facts)

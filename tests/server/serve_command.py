@@ -29,10 +29,10 @@ class Served:
 
 
 @contextmanager
-def served(tmp_path: Path, *options: str) -> Iterator[Served]:
+def served(tmp_path: Path, *options: str, model: tuple[str, ...] = ("--model", "demo")) -> Iterator[Served]:
     log = tmp_path / "log"
     with log.open("w") as file:
-        command = [KVRECLAIM, "serve", "--model", "demo", "--port", "0", "--log-format", "json", *options]
+        command = [KVRECLAIM, "serve", *model, "--port", "0", "--log-format", "json", *options]
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     try:
         until(lambda: "at http://" in log.read_text() or process.poll() is not None)

@@ -39,30 +39,44 @@ def with_file(args: list[str], command: str, commands: Container[str], flags: di
         if place + 1 >= end:
             return args  # click says that a value is missing
         path = args[place + 1]
-    found = _read(path)
+    typed = {each.partition("=")[0] for each in args[:end]}
+    return [*preset_args(path, read_yaml(path, FLAG), command, commands, flags, typed), *args]
+
+
+def preset_args(
+    label: str,
+    preset: dict[str, Any],
+    command: str,
+    commands: Container[str],
+    flags: dict[str, bool],
+    typed: Container[str] = (),
+) -> Iterator[str]:
+    """Yield the command's arguments that a preset stands for. label: of the preset, for errors. typed: flags
+    that win over it. Raises: InvalidArgumentError."""
+    found = {str(name).replace("_", "-"): value for name, value in preset.items()}
     own = {name: value for name, value in found.items() if not isinstance(value, dict)}
     for name, value in found.items():
         if isinstance(value, dict):
-            require(name in commands, f"{path} has a group {name!r}; a group is named after a command.")
+            require(name in commands, f"{label} has a group {name!r}; a group is named after a command.")
             own |= value if name == command else {}
-    typed = {each.partition("=")[0] for each in args[:end]}
-    return [*_flags(path, command, own, flags, typed), *args]
+    return _flags(label, command, own, flags, typed)
 
 
-def _read(path: str) -> dict[str, Any]:
+def read_yaml(path: str, flag: str) -> dict[Any, Any]:
+    """Read the file of an option. Raises: InvalidArgumentError."""
     import yaml
 
     try:
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        raise InvalidArgumentError(f"{FLAG} is {path!r}, which is no file of YAML ({reason}).") from error
-    require(isinstance(found, dict), f"{FLAG} is {path!r}; it must map options to values.")
-    return {str(name).replace("_", "-"): value for name, value in found.items()}
+        raise InvalidArgumentError(f"{flag} is {path!r}, which is no file of YAML ({reason}).") from error
+    require(isinstance(found, dict), f"{flag} is {path!r}; it must map options to values.")
+    return dict(found)
 
 
 def _flags(
-    path: str, command: str, options: dict[str, Any], flags: dict[str, bool], typed: set[str]
+    path: str, command: str, options: dict[str, Any], flags: dict[str, bool], typed: Container[str]
 ) -> Iterator[str]:
     for name, value in options.items():
         flag = f"--{str(name).replace('_', '-')}"

@@ -18,24 +18,33 @@ from kvreclaim.checks import require
 from kvreclaim.cli import options as opt
 from kvreclaim.cli.config_options import ConfigOptions, with_config
 from kvreclaim.cli.model_names import model_of
+from kvreclaim.cli.models_file import ModelsFile, check_given, presets_of
 from kvreclaim.config import EngineConfig
 from kvreclaim.engine.serving.started import StartedProcess
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.options import OBSERVABILITY
 from kvreclaim.server.admin.logs import configure_logging
-from kvreclaim.server.base.config import ServerConfig
+from kvreclaim.server.base.config import Preset, RouterConfig, ServerConfig
 from kvreclaim.server.http.listener import bind
 
 if TYPE_CHECKING:
     from kvreclaim.engine.serving.client import EngineClient
     from kvreclaim.engine.serving.messages import EngineSpec
 
-SERVER = "Server"
+SERVER, SEVERAL = "Server", "Several models"
+LogLevel = Annotated[
+    str, typer.Option(rich_help_panel=OBSERVABILITY, help="Log level: debug, info, warning or error.")
+]
+LogFormat = Annotated[
+    str,
+    typer.Option(rich_help_panel=OBSERVABILITY, help="Log format: json, text, or auto (text on a terminal)."),
+]
 logger = logging.getLogger(__name__)
 
 
 @with_config
 def serve(
+    context: typer.Context,
     model: opt.ModelOption = None,
     *,
     config: Annotated[dict[str, Any], ConfigOptions(config=ServerConfig, panel=SERVER, build=dict)],
@@ -44,21 +53,21 @@ def serve(
         ConfigOptions(config=EngineConfig, defaults={"conversation_snapshots": True, **opt.THREADS}),
     ],
     compression: Annotated[Any, opt.Compression],
+    routing: Annotated[RouterConfig, ConfigOptions(config=RouterConfig, panel=SEVERAL)],
+    models: Annotated[str | None, ModelsFile] = None,
     calibrate: opt.Calibrate = False,
-    log_level: Annotated[
-        str,
-        typer.Option(rich_help_panel=OBSERVABILITY, help="Log level: debug, info, warning or error."),
-    ] = "info",
-    log_format: Annotated[
-        str,
-        typer.Option(
-            rich_help_panel=OBSERVABILITY, help="Log format: json, text, or auto (text on a terminal)."
-        ),
-    ] = "auto",
+    log_level: LogLevel = "info",
+    log_format: LogFormat = "auto",
     dtype: opt.DType = "auto",
     device: opt.Device = "auto",
 ) -> None:
-    """Serve a model to OpenAI and Anthropic clients, with a chat and a view of its blocks at /."""
+    """Serve a model to OpenAI and Anthropic clients, with a chat at /."""
+    check_given(context, several=models is not None)
+    if models is not None:
+        presets = presets_of(models, context, f"--log-format={log_format}", f"--log-level={log_level}")
+        configure_logging(log_format, log_level, log_prompts=False)
+        _serve_several(presets, config, routing, engine.memory_limit)
+        return
     chosen: list[str] = []
     path = model_of(model, chosen.append)
     settings = _server_config(config, _name_of(path))
@@ -91,6 +100,17 @@ def serve(
 
         if not run(served, settings, listener):
             raise typer.Exit(1)
+
+
+def _serve_several(
+    presets: list[Preset], config: dict[str, Any], routing: RouterConfig, limit_gib: float | None
+) -> None:
+    settings = ServerConfig(**config, served_model_name=tuple(each.names[0] for each in presets))
+    with bind(settings.host, settings.port) as listener:
+        from kvreclaim.server.router.app import serve
+        from kvreclaim.server.router.fleet import Fleet
+
+        serve(Fleet(presets, settings, routing, limit_gib), listener)
 
 
 def _launched(spec: EngineSpec, started: StartedProcess | None) -> EngineClient:

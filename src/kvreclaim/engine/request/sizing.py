@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import psutil
 import torch
 
 from kvreclaim import speculation
@@ -22,6 +23,7 @@ from kvreclaim.offload.plan.tiered_offload import NEVER, TieredOffload
 from kvreclaim.ops.facts import ModelFacts
 from kvreclaim.ops.formats import kv_format
 from kvreclaim.ops.groups import layer_groups
+from kvreclaim.options import LARGEST
 from kvreclaim.schedule.rates import Rates
 
 logger = logging.getLogger(__name__)
@@ -49,7 +51,8 @@ def choose_limits(config: EngineConfig, facts: ModelFacts, spoken_for: int = 0) 
     form, groups = kv_format(config.kv_cache_dtype, facts.dtype), layer_groups(facts, config)
     layers, size = groups.facts.layers, config.block_size
     block_bytes = form.bytes_per_block(layers, size)
-    free = max(0, free_memory_bytes(facts.device) - spoken_for)
+    free = min(free_memory_bytes(facts.device), left_of_limit(config, facts.device))
+    free = max(0, free - spoken_for)
     if config.full_cache_host_size:
         host_blocks = full_cache_blocks(config, block_bytes)
         if config.max_model_len is None:
@@ -70,14 +73,15 @@ def choose_limits(config: EngineConfig, facts: ModelFacts, spoken_for: int = 0) 
             num_blocks = max(1, num_blocks)
         if num_blocks < 1:
             raise InvalidArgumentError(
-                f"kv_memory_fraction {fraction} of the free memory holds no block of "
+                f"kv_memory_fraction {fraction} of the free memory{_limit(config)} holds no block of "
                 f"{block_bytes} bytes{_signals(kept_bytes)}; free some memory, raise the fraction or set "
                 "num_blocks."
             )
     elif (needed := num_blocks * block_bytes + kept_bytes) > free:
         raise InvalidArgumentError(
             f"num_blocks is {num_blocks}, which takes {needed / 2**20:,.0f} MiB of K/V in {form.name}"
-            f"{_signals(kept_bytes)}, but {free / 2**20:,.0f} MiB are free; lower it, or leave it out."
+            f"{_signals(kept_bytes)}, but {free / 2**20:,.0f} MiB are free{_limit(config)}; lower "
+            "it, or leave it out."
         )
     signal_bytes = config.max_signal_bytes
     if signal_bytes is None:
@@ -273,6 +277,22 @@ def memory_fraction(config: EngineConfig, device: torch.device) -> float:
 
 def _signals(num_bytes: int) -> str:
     return f" (with {num_bytes / 2**20:.1f} MiB for signals)" if num_bytes else ""
+
+
+def _limit(config: EngineConfig) -> str:
+    return f" under memory_limit {config.memory_limit:g} GiB" if config.memory_limit is not None else ""
+
+
+def left_of_limit(config: EngineConfig, device: torch.device) -> int:
+    """Return what memory_limit leaves beside what the process has allocated on the device."""
+    if config.memory_limit is None:
+        return LARGEST
+    if device.type == "cuda":
+        used = torch.cuda.memory_reserved(device)
+    else:
+        memory = psutil.Process().memory_info()
+        used = memory.rss - getattr(memory, "shared", 0)  # without mapped files
+    return int(config.memory_limit * (1 << 30)) - used
 
 
 def free_memory_bytes(device: torch.device) -> int:

@@ -18,7 +18,7 @@ from kvreclaim.compression.config import CompressionConfig
 from kvreclaim.engine.offload.session import SessionInfo
 from kvreclaim.engine.serving.core import EngineCore
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.server.base.errors import ENGINE_FIELDS, ApiError, OpenAIError
+from kvreclaim.server.base.errors import ApiError, OpenAIError, engine_fields
 from kvreclaim.server.base.fields import MAX_INT32, Listed, PolicyOrSettings, Responses
 from kvreclaim.server.base.identity import Tenant
 from kvreclaim.server.openai.messages import ConversationOptions, Messages, render, system_counter
@@ -185,8 +185,8 @@ async def _run_in_engine(service: Service, work: Any, filename: str) -> SessionI
         raise ApiError(404, f"there is no saved session {filename!r}.", "filename") from error
     except InvalidArgumentError as error:
         text = str(error).replace(str(service.config.slot_save_path), "")
-        if error.field in ENGINE_FIELDS:
-            raise ApiError(400, text, ENGINE_FIELDS[error.field]) from error
+        if error.field in engine_fields():
+            raise ApiError(400, text, engine_fields()[error.field]) from error
         raise ApiError(409 if error.field not in (None, "filename") else 400, text, "filename") from error
     except OSError as error:
         raise ApiError(503, f"the session could not be moved: {error.strerror}.", "filename") from error

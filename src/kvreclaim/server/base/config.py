@@ -245,6 +245,39 @@ class ServerConfig:
         require(len(set(self.api_keys)) == len(self.api_keys), "an API key is named twice; name each once.")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """Options of a server of several models. Raises: InvalidArgumentError."""
+
+    max_loaded: int | None = option(
+        None, "Maximum number of models in memory. Default: 3, or all if there are fewer.", low=1, high=50
+    )
+    idle_timeout_s: float = option(
+        300.0,
+        "Seconds without a request after which a model is unloaded. 0: never.",
+        low=0.0,
+        high=float(MAX_INT32),
+        flags=("--idle-timeout",),
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """One of several models.
+
+    names:      in requests; the first is its key in the file
+    arguments:  of `kvreclaim serve`
+    memory_gib: its part of --memory-limit; None: an equal share
+    """
+
+    names: tuple[str, ...]
+    arguments: tuple[str, ...]
+    memory_gib: float | None = None
+
+
 def check_url(name: str, value: str) -> None:
     """Raises InvalidArgumentError unless value is an http or https URL."""
     parts = urlsplit(value)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import cache
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,7 +18,6 @@ from starlette.responses import JSONResponse, Response
 
 from kvreclaim.errors import EngineDeadError, InvalidArgumentError, KVReclaimError, RequestTooLongError
 from kvreclaim.refusals import Feature, refuse
-from kvreclaim.server.base.fields import feature_fields
 from kvreclaim.server.base.identity import request_id_of
 
 logger = logging.getLogger(__name__)
@@ -53,26 +53,21 @@ PROMPT_FIELDS = {
     "/tokenize": "prompt",
     "/detokenize": "tokens",
 }
-ENGINE_FIELDS = {"compression": "kv_compression", "drop_spans": "kv_drop"} | {
-    name: name
-    for name in (
-        "n",
-        "priority",
-        "stop",
-        "max_tokens",
-        "min_tokens",
-        "stop_token_ids",
-        "logit_bias",
-        "allowed_token_ids",
-        "bad_words",
-        "prompt_logprobs",
-        "cache_salt",
-        *feature_fields(),
-        "beam_width",
-        "thinking_token_budget",
-    )
-}
-"""Engine arguments, apart from the prompt, and their names in requests."""
+SAME_NAMES = (
+    *("n", "priority", "stop", "max_tokens", "min_tokens", "stop_token_ids", "logit_bias"),
+    *("allowed_token_ids", "bad_words", "prompt_logprobs", "cache_salt", "beam_width"),
+    "thinking_token_budget",
+)
+
+
+@cache
+def engine_fields() -> dict[str, str]:
+    """Engine arguments, apart from the prompt, and their names in requests. Imports the engine, which a
+    server of several models does without."""
+    from kvreclaim.server.base.fields import feature_fields
+
+    named = {"compression": "kv_compression", "drop_spans": "kv_drop"}
+    return named | {name: name for name in (*SAME_NAMES, *feature_fields())}
 
 
 @dataclass(slots=True, eq=False)
@@ -159,7 +154,7 @@ def from_engine(error: KVReclaimError, path: str) -> ApiError:
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error))
     code = TOO_LONG if isinstance(error, RequestTooLongError) else None
-    named = ENGINE_FIELDS | ({"prompt": PROMPT_FIELDS[path]} if path in PROMPT_FIELDS else {})
+    named = engine_fields() | ({"prompt": PROMPT_FIELDS[path]} if path in PROMPT_FIELDS else {})
     return ApiError(400, str(error), named.get(error.field or ""), code)
 
 

@@ -7,18 +7,14 @@ import asyncio
 import gc
 import logging
 import math
-import os
-import signal
 import socket
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from fastapi.middleware.cors import CORSMiddleware
 
 from kvreclaim import __version__
 from kvreclaim.engine.serving.client import EngineClient
@@ -30,7 +26,9 @@ from kvreclaim.server.anthropic import routes as anthropic
 from kvreclaim.server.base.config import ServerConfig
 from kvreclaim.server.base.errors import install_handlers
 from kvreclaim.server.http.connections import HTTPConfig, Refusals, allow_files
-from kvreclaim.server.http.gate import Gate
+from kvreclaim.server.http.draining import LAST_BYTES_S, DrainingServer
+from kvreclaim.server.http.gate import guard
+from kvreclaim.server.http.listener import address_of
 from kvreclaim.server.openai import chat, completions, llamacpp, models, tokenizing
 from kvreclaim.server.page.routes import install_page
 from kvreclaim.server.responses import routes as responses
@@ -40,8 +38,6 @@ from kvreclaim.server.shared.bodies import body_limit
 from kvreclaim.server.shared.service import Service
 
 logger = logging.getLogger(__name__)
-LAST_BYTES_S = 2
-"""Least seconds for clients to read what was written, also of truncated answers."""
 
 
 class App(FastAPI):
@@ -92,16 +88,7 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(anthropic.router)
     app.include_router(slots.router)
     install_page(app, service)
-    limit = body_limit(service.config.max_body_bytes, service.longest)
-    app.add_middleware(Gate, config=service.config, max_body_bytes=limit)
-    if service.config.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=service.config.allowed_origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id"],
-        )
+    guard(app, service.config, body_limit(service.config.max_body_bytes, service.longest))
     observe(app, service)
     return app
 
@@ -133,8 +120,7 @@ async def _serve(engine: EngineClient, config: ServerConfig, listener: socket.so
 
 def facts_of_start(served: ServedModel, config: ServerConfig, listener: socket.socket) -> Iterator[str]:
     """Yield log lines about a ready server: address, page, keys, compression, pool and context."""
-    host, port = listener.getsockname()[:2]
-    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    address = address_of(listener)
     yield f"serving {', '.join(config.served_model_name)} at {address} (API: {address}/v1)"
     num_keys = len(config.api_keys)
     yield f"page: {address}/; API keys: {num_keys or 'none needed'}"
@@ -148,7 +134,7 @@ def facts_of_start(served: ServedModel, config: ServerConfig, listener: socket.s
     yield f"context: {served.max_model_len:,} tokens per request"
 
 
-class Server(uvicorn.Server):
+class Server(DrainingServer):
     """Lets running answers end within the timeout, and exits with 0 after a signal.
 
     lost: the engine's process exited by itself
@@ -157,7 +143,7 @@ class Server(uvicorn.Server):
     def __init__(self, service: Service) -> None:
         app = create_app(service)
         refusals = Refusals(app.state.metrics.http.refused)
-        super().__init__(HTTPConfig(app, service.config, refusals))
+        super().__init__(HTTPConfig(app, service.config, refusals), service.draining)
         self.service = service
         self.lost = False
 
@@ -170,37 +156,11 @@ class Server(uvicorn.Server):
             self.config.timeout_graceful_shutdown = LAST_BYTES_S
             self.should_exit = True
 
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Drain at the first signal, exit at the second; uvicorn would raise it again at the end, so that the
-        process would not exit with 0."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number)
-        try:
-            yield
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
-
-    def _on_signal(self, number: int) -> None:
-        if self.service.draining.is_set():
-            logger.warning("%s again: exiting at once", signal.Signals(number).name)
-            logging.shutdown()
-            os._exit(128 + number)  # normal interpreter shutdown waits for threads
-        name, running = signal.Signals(number).name, self.service.engine.num_requests
+    def left(self) -> str:
         timeout = self.service.config.shutdown_timeout_s
-        logger.info(
-            "%s: no new requests; %d to finish, in %g s at most; %s again ends the server at once",
-            *(name, running, timeout, "ctrl-C" if number == signal.SIGINT else name),
-        )
-        self.service.draining.set()
-        self._drain = asyncio.ensure_future(self._drain_and_exit())
+        return f"{self.service.engine.num_requests} to finish, in {timeout:g} s at most"
 
-    async def _drain_and_exit(self) -> None:
+    async def drain(self) -> None:
         engine, timeout = self.service.engine, self.service.config.shutdown_timeout_s
         deadline = time.monotonic() + timeout
         try:

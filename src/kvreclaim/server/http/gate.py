@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from collections import Counter
 
+from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,6 +28,7 @@ OPERATOR_PATHS = (
 )
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 EVERY = "*"
+MAX_BODY_BYTES = 16 << 20
 MAX_DIGITS = 18
 """Most digits of a length; Python refuses to parse thousands of digits."""
 
@@ -47,6 +52,32 @@ class Hosts:
         if self._all or header is None:
             return True
         return host_of(header) in self._names if self._is_explicit else is_own(header, self._names)
+
+
+def guard(app: Starlette, config: ServerConfig, max_body_bytes: int) -> None:
+    """Put the gate around an app, and CORS around the gate where other origins are allowed."""
+    app.add_middleware(Gate, config=config, max_body_bytes=max_body_bytes)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
+
+
+async def read_body(request: Request, limit_s: float) -> bytes:
+    """Raises: ApiError 408; ClientDisconnect."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return await request.body()
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"the body has not come within {limit_s:g} s; send it faster.",
+            headers={"connection": "close"},
+        ) from None
 
 
 class Gate:
@@ -74,8 +105,8 @@ class Gate:
             if message["type"] == "http.response.start":
                 begun = True
                 headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = request_id
-                headers["request-id"] = request_id
+                headers.setdefault("x-request-id", request_id)
+                headers.setdefault("request-id", request_id)
             await send(message)
 
         try:

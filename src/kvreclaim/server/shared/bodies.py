@@ -5,7 +5,6 @@ FastAPI would parse and validate a body in the event loop, and make an error for
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 from collections.abc import Callable, Container, Coroutine, Mapping
@@ -26,9 +25,9 @@ from kvreclaim.server.base.errors import ApiError, from_problem
 from kvreclaim.server.base.fields import SAMPLING
 from kvreclaim.server.base.identity import Tenant
 from kvreclaim.server.http.events import gone
+from kvreclaim.server.http.gate import MAX_BODY_BYTES, read_body
 from kvreclaim.server.shared.service import Service, service_of, tenant_of
 
-MAX_BODY_BYTES = 16 << 20
 BASE_BODY_BYTES = 256 << 10
 BODY_BYTES_PER_TOKEN = 32
 
@@ -63,7 +62,7 @@ class BodyRoute(APIRoute):
         async def handle(request: Request) -> Response:
             service = service_of(request)
             try:
-                body = await _read(request, service)
+                body = await read_body(request, service.config.body_timeout_s)
             except ClientDisconnect:
                 return gone()
             work = partial(parse, model, body, request.headers.get("content-type", ""), service)
@@ -85,19 +84,6 @@ class _Parsed(Request):
 
     async def json(self) -> Any:
         return self._parsed
-
-
-async def _read(request: Request, service: Service) -> bytes:
-    limit_s = service.config.body_timeout_s
-    try:
-        async with asyncio.timeout(limit_s):
-            return await request.body()
-    except TimeoutError:
-        raise ApiError(
-            408,
-            f"the body has not come within {limit_s:g} s; send it faster.",
-            headers={"connection": "close"},
-        ) from None
 
 
 def num_messages(messages: Any) -> int:

@@ -26,6 +26,7 @@ from kvreclaim.server.base.config import ServerConfig
 from kvreclaim.server.base.errors import TOO_LONG, ApiError, failed
 from kvreclaim.server.base.fields import KVCompression
 from kvreclaim.server.base.identity import Tenant
+from kvreclaim.server.base.model_names import known
 from kvreclaim.server.base.vocabulary import Vocabulary
 from kvreclaim.server.http.workers import Workers, default_threads
 from kvreclaim.server.shared.compression import check_budget, compression_of
@@ -151,15 +152,7 @@ class Service:
 
     def check_model(self, model: str) -> str:
         """Return the name if it is one of the model's. Raises: ApiError 404."""
-        names = self.config.served_model_name
-        if model not in names:
-            raise ApiError(
-                404,
-                f"model {model!r} is not served here; this server has {', '.join(names)}.",
-                param="model",
-                code="model_not_found",
-            )
-        return model
+        return known(model, self.config.served_model_name)
 
     def check_room(self, tenant: str | None, num_new: int = 1, n: int | None = None) -> None:
         """Raises: ApiError 429 if the queue is full, 400 if that many could never be queued, 503 during

@@ -1,0 +1,1 @@
+"""Several models behind one address, each a `kvreclaim serve` of its own while it is in use."""
