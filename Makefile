@@ -36,7 +36,7 @@ demo-24gb: setup
 real-model: setup
 	$(BIN)/kvreclaim fetch
 
-# No slow tests; costly grids run a fixed sample of their cases (tests/sample.txt), properties 30 examples.
+# No slow tests; costly grids run a fixed sample of their cases (tests/sample.txt), properties 20 examples.
 test: setup
 	KVRECLAIM_TEST_SAMPLE=1 $(BIN)/pytest -n auto
 

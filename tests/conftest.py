@@ -21,7 +21,7 @@ from kvreclaim.model_paths import real_model
 SAMPLED = bool(os.environ.get("KVRECLAIM_TEST_SAMPLE"))
 """Whether costly grids run a fixed part of their cases, and properties fewer examples: `make test`."""
 settings.register_profile("all", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("sample", settings.get_profile("all"), max_examples=30)
+settings.register_profile("sample", settings.get_profile("all"), max_examples=20)
 settings.load_profile("sample" if SAMPLED else "all")
 os.environ.setdefault("KVRECLAIM_TEST_REAL_MODEL", str(real_model() or ""))
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -104,12 +104,12 @@ def test_decode_steps_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_parts_name_tests_that_are_there() -> None:
     """Also what only a GPU runs: a file that moved or a selection that matches nothing is found here."""
-    for paths in (gpu_tests.FIRST, gpu_tests.kernel_files(), gpu_tests.ENGINE):
-        command = [sys.executable, "-m", "pytest", *gpu_tests.PLUGINS[:4], "--collect-only", *paths]
-        done = subprocess.run(command, cwd=gpu.ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-2000:]
-        found = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
-        assert found == {path for path in paths if path.endswith(".py")}
+    paths = [*gpu_tests.FIRST, *gpu_tests.kernel_files(), *gpu_tests.ENGINE]
+    command = [sys.executable, "-m", "pytest", *gpu_tests.PLUGINS[:4], "--collect-only", *paths]
+    done = subprocess.run(command, cwd=gpu.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]
+    found = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    assert found == {path for path in paths if path.endswith(".py")}
 
 
 def test_the_first_parts_have_their_time_and_the_last_gets_the_rest() -> None:
