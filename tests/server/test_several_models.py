@@ -25,7 +25,7 @@ MODEL, KEY = "kvreclaim-demo", "router-key"
 PROMPT = {"prompt": "GO wind wave", "max_tokens": 24, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "GO sky sun"}], "max_tokens": 24, "temperature": 0}
 LONG = {"model": MODEL, "prompt": "GO wind", "n": 8, "max_tokens": 4000, "ignore_eos": True, "stream": True}
-SIZES = {"num-blocks": 600, "max-num-seqs": 8}
+SIZES = {"num-blocks": 600, "max-num-seqs": 8, "engine-process": False}
 
 
 @contextmanager
@@ -198,7 +198,10 @@ def test_a_signal_lets_requests_end_and_stops_every_process(router: Served) -> N
 
 
 def test_idle_models_are_unloaded_and_keys_hold_for_every_process(tmp_path: Path) -> None:
-    presets = {"demo": {"model": "demo", **SIZES}, "broken": {"model": "demo", "num-blocks": 1 << 30}}
+    presets = {
+        "demo": {"model": "demo", **SIZES, "engine-process": True},
+        "broken": {"model": "demo", "num-blocks": 1 << 30},
+    }
     own = {"authorization": f"Bearer {KEY}"}
     with (
         several(tmp_path, presets, "--api-key", KEY, "--idle-timeout", "1", "--max-loaded", "1") as router,
