@@ -76,6 +76,7 @@ OPTIONS: dict[str, Same] = {
     "state_checkpoint_interval": Cuts(32, HYBRID),
     "state_drafts": Same(2, HYBRID),
     "kv_memory_fraction": Same(0.1),
+    "memory_limit": Same(64.0),
     "max_signal_bytes": Same(1 << 20),
     "seed": Same(7),
     "scheduling_policy": Same("cache"),

@@ -39,6 +39,7 @@ ENGINE_FREE = frozenset(
         "state_checkpoint_interval",
         "state_drafts",
         "kv_memory_fraction",
+        "memory_limit",
         "max_signal_bytes",
         "seed",
         "scheduling_policy",
