@@ -115,8 +115,8 @@ def by_setting(rows: list[Row]) -> list[Row]:
                 "most": max(row["computed"] / row["new"] for row in own),
                 "first_s": median(row["first_s"] for row in own),
                 "blocks": max(row["answer_blocks"] for row in own),
-                "left": max(row["blocks_left"] for row in own),
             }
+            | ({"left": max(row["blocks_left"] for row in own)} if "blocks_left" in own[0] else {})
             | ({"agreement": sum(agreed) / len(agreed)} if agreed else {})
         )
     return lines

@@ -13,9 +13,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from operator import eq
 from pathlib import Path
 from time import perf_counter
-from urllib.request import Request, urlopen
 
 from benchmarks.runner import case
 from benchmarks.turns import (
@@ -30,20 +30,17 @@ from benchmarks.turns import (
 )
 from kvreclaim.bench.common import Row
 from kvreclaim.bench.plans import OWN_VLLM
-from kvreclaim.bench.systems.server_process import ANSWER_TIMEOUT_S, NAME, Gauges, VllmServer
-from kvreclaim.bench.systems.worker_process import kv_bytes_per_token, link_model
+from kvreclaim.bench.systems.server_process import NAME, VLLM_BLOCK_SIZE, Gauges, VllmServer
+from kvreclaim.bench.systems.worker_process import compression_option, link_model
+from kvreclaim.bench.vllm_plugin import RUNNING, USAGE
 from kvreclaim.checks import require
 from kvreclaim.engine.api.llm import LLM
 from kvreclaim.eval.task import Item
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.model_paths import statistics_beside
 from kvreclaim.options import option
 
-BLOCK_SIZE = 32
-RUNNING, USAGE = "vllm:num_requests_running", "vllm:kv_cache_usage_perc"
 PLACES = 8
 """Of an answer, evenly spaced: where the likeliest token is compared."""
-SERVED = "kvreclaim_snapshot_tokens_total"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +70,8 @@ class VllmTurnsPlan(TurnsPlan):
 def vllm_turns(plan: VllmTurnsPlan) -> Iterator[Row]:
     """Turns of conversations inside vLLM: what is computed, held and answered."""
     sessions = sessions_of(plan, LLM(plan.model, dtype=plan.dtype, num_blocks=8))
-    longest = max(len(all_of(session[-1])) for session in sessions)
-    held = blocks_for(longest + 2, BLOCK_SIZE)
+    longest = 2 + max(len(all_of(session[-1])) for session in sessions)
+    held = blocks_for(longest, VLLM_BLOCK_SIZE)
     full: dict[tuple[int, int], list[int]] = {}
     with tempfile.TemporaryDirectory(prefix="turns-") as folder:
         model = Path(folder, "model")
@@ -83,45 +80,51 @@ def vllm_turns(plan: VllmTurnsPlan) -> Iterator[Row]:
             num_blocks = held if setting == FULL else plan.num_blocks or held
             with closing(_server(plan, model, setting, longest, num_blocks)) as server:
                 server.wait()
-                for number, session in enumerate(sessions):
-                    before: Sequence[int] = ()
-                    for place, turn in enumerate(session):
-                        row, predicted = _turn(server, num_blocks, turn)
-                        right = full.setdefault((number, place), predicted) if setting == FULL or full else []
-                        same = sum(a == b for a, b in zip(predicted, right, strict=False))
-                        new = len(turn.prompt) - num_shared(before, turn.prompt)
-                        about = {"session": number, "setting": setting, "turn": place, "new": new}
-                        yield about | row | {"agreement": same / len(predicted) if right else None}
-                        before = all_of(turn)
+                for key, turn, before in _turns(sessions):
+                    row, predicted = _turn(server, num_blocks, turn)
+                    if setting == FULL:
+                        full[key] = predicted
+                    agree = None
+                    if full:
+                        agree = sum(map(eq, predicted, full[key])) / len(predicted)
+                    new = len(turn.prompt) - num_shared(before, turn.prompt)
+                    about = {"session": key[0], "setting": setting, "turn": key[1], "new": new}
+                    yield about | row | {"agreement": agree}
 
 
 def all_of(turn: Item) -> tuple[int, ...]:
     return turn.prompt + turn.continuation
 
 
+def _turns(sessions: Sequence[Sequence[Item]]) -> Iterator[tuple[tuple[int, int], Item, tuple[int, ...]]]:
+    """Yield (session, place), the turn, and the tokens before it."""
+    for number, session in enumerate(sessions):
+        before: tuple[int, ...] = ()
+        for place, turn in enumerate(session):
+            yield (number, place), turn, before
+            before = all_of(turn)
+
+
 def _server(plan: VllmTurnsPlan, model: Path, setting: str, longest: int, num_blocks: int) -> VllmServer:
-    stats = plan.stats or statistics_beside(plan.model)
-    compression: Row = {"policy": plan.policy, "budget": plan.budget, "interval": plan.interval}
-    compression |= {"stats": str(stats.absolute())} if stats.is_file() else {}
-    config = {"kv_compression": compression | {"snapshots": setting == SNAPSHOTS}}
-    options = {
+    options: Row = {
         "dtype": plan.dtype,
-        "block-size": BLOCK_SIZE,
-        "num-gpu-blocks-override": num_blocks + 1,  # with vLLM's null block
         "max-num-seqs": 1,
         "max-num-batched-tokens": plan.chunk,
-        "max-model-len": longest + 2,
+        "max-model-len": longest,
         "enable-prompt-tokens-details": None,
-        **({} if setting == FULL else {"additional-config": json.dumps(config)}),
     }
-    pool_bytes = (num_blocks + 1) * BLOCK_SIZE * kv_bytes_per_token(plan.model, 2)
-    return VllmServer(plan.vllm_python, plan.threads, pool_bytes, model, options, plugin=setting != FULL)
+    if setting != FULL:
+        settings: Row = {"policy": plan.policy, "budget": plan.budget, "interval": plan.interval}
+        settings["snapshots"] = setting == SNAPSHOTS
+        compression = compression_option(plan.model, plan.stats, **settings)
+        options["additional-config"] = json.dumps({"kv_compression": compression})
+    return VllmServer(plan.vllm_python, plan.threads, num_blocks + 1, model, options)
 
 
 def _turn(server: VllmServer, num_blocks: int, turn: Item) -> tuple[Row, list[int]]:
-    """Return a turn's figures, and the likeliest token at each place of its answer. blocks: held while the
-    prompt is computed, at most, by two looks a second; blocks_left: of snapshots are free for any request."""
-    prompt, served = list(turn.prompt), server.metrics().get(SERVED, 0.0)
+    """Return a turn's figures, and the likeliest token at each place of its answer. answer_blocks: held while
+    the prompt is computed, at most, by two looks a second."""
+    prompt = list(turn.prompt)
     with Gauges(server, RUNNING, (USAGE,)) as gauges:
         started = perf_counter()
         first, cached = _next(server, prompt)
@@ -129,11 +132,9 @@ def _turn(server: VllmServer, num_blocks: int, turn: Item) -> tuple[Row, list[in
     row = {
         "prompt": len(prompt),
         "cached": cached,
-        "snapshot": round(server.metrics().get(SERVED, 0.0) - served),
         "computed": len(prompt) - cached,
         "first_s": first_s,
         "answer_blocks": round(num_blocks * max(gauges.values[USAGE], default=0.0)),
-        "blocks_left": 0,
     }
     end = len(turn.continuation)
     more = [_next(server, prompt + list(turn.continuation[:n]))[0] for n in range(1, end, -(-end // PLACES))]
@@ -144,10 +145,6 @@ def _next(server: VllmServer, prompt: list[int]) -> tuple[int, int]:
     """Return the likeliest next token, and how many of the prompt's were cached. The token after it is
     computed behind the pass that a prompt makes due, without which nothing is kept."""
     body = {"model": NAME, "prompt": prompt, "max_tokens": 2, "temperature": 0, "return_token_ids": True}
-    request = Request(
-        f"{server.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    with urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
-        found = json.load(answer)
-    details = found["usage"]["prompt_tokens_details"] or {}
-    return int(found["choices"][0]["token_ids"][0]), int(details.get("cached_tokens") or 0)
+    found = server.post("/v1/completions", body)
+    cached = (found["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+    return int(found["choices"][0]["token_ids"][0]), int(cached)

@@ -81,12 +81,12 @@ def test_turns_inside_vllm(tmp_path, monkeypatch):
 
     class Server:
         def __init__(self, plan, model, setting, longest, num_blocks):
-            self.errs, self.prompts, self.num_blocks, self.now = setting != "full", [], num_blocks, 0.0
+            self.errs, self.prompts = setting != "full", []
 
         wait = close = lambda self: None
 
         def metrics(self):
-            return {vllm_turns.RUNNING: 1.0, vllm_turns.USAGE: self.now}
+            return {vllm_turns.RUNNING: 1.0, vllm_turns.USAGE: 0.0}
 
         def next(self, prompt):
             shared = max((turns.num_shared(prompt, other) for other in self.prompts), default=0)

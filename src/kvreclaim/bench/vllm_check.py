@@ -22,10 +22,10 @@ from kvreclaim.bench.systems.base import SkipPoint, random_prompts
 from kvreclaim.bench.systems.worker_process import (
     VLLM_START_TIMEOUT_S,
     VllmProcess,
+    compression_option,
     kv_bytes_per_token,
     link_model,
 )
-from kvreclaim.model_paths import statistics_beside
 
 PAGE = Path("kvreclaim-gpu-check.json")
 PLAIN = "vLLM"
@@ -92,10 +92,9 @@ def _started(plan: VllmPlan, process: VllmProcess, model: Path, policy: str | No
     options |= {"max_num_seqs": REQUESTS, "max_num_batched_tokens": 2048, "enable_prefix_caching": False}
     options |= ON_A_CPU if found["device"] == "cpu" else {}
     if policy is not None:
-        stats = plan.stats or statistics_beside(plan.model)
         settings: Row = {"policy": policy, "budget": plan.budget, "interval": plan.interval}
-        settings |= {"stats": str(stats.absolute())} if stats.is_file() else {}
-        options["additional_config"] = {"kv_compression": settings}
+        compression = compression_option(plan.model, plan.stats, **settings)
+        options["additional_config"] = {"kv_compression": compression}
     process.facts = process.ask("load", timeout_s=VLLM_START_TIMEOUT_S, **options)
     return found | process.facts
 

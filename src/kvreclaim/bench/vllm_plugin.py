@@ -20,16 +20,13 @@ from rich.console import Console
 
 from kvreclaim.bench.common import Columns, Row, alternate, cells, markdown
 from kvreclaim.bench.plans import VllmPlan
-from kvreclaim.bench.systems.server_process import Gauges, VllmServer
-from kvreclaim.bench.systems.worker_process import kv_bytes_per_token, link_model
+from kvreclaim.bench.systems.server_process import VLLM_BLOCK_SIZE, Gauges, VllmServer
+from kvreclaim.bench.systems.worker_process import compression_option, link_model
 from kvreclaim.bench.vllm_loads import LOADS, LOOKUPS, Prompts, ServeLoad, judged, make_prompts
 from kvreclaim.checks import require
 from kvreclaim.compression_settings import AUTO
-from kvreclaim.model_paths import statistics_beside
 from kvreclaim.outputs import writing
 
-BLOCK_SIZE = 32
-"""Smallest block size that vLLM's CPU attention takes for all models; tokens."""
 WITHOUT, CODED, WITH = "vLLM", "vLLM, fp8", "vLLM + kvreclaim"
 COLORS = {WITHOUT: "#d62728", CODED: "#1f77b4", WITH: "#2ca02c"}
 USAGE, RUNNING = "vllm:kv_cache_usage_perc", "vllm:num_requests_running"
@@ -105,14 +102,13 @@ def _serving(
     plan: VllmPlan, loads: Mapping[str, ServeLoad], budget: int, console: Console
 ) -> Iterator[tuple[dict[str, VllmServer], list[Prompts]]]:
     """Start and warm up the servers, and make the prompts of each turn."""
-    stats = plan.stats or statistics_beside(plan.model)
     settings: Row = {"policy": plan.policy, "budget": budget, "interval": plan.interval}
-    settings |= {"stats": str(stats.absolute())} if stats.is_file() else {}
     with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="served-") as folder:
         model = Path(folder, "model")
         link_model(plan.model, model)
         coded = {} if plan.kv_cache_dtype == AUTO else {"kv-cache-dtype": plan.kv_cache_dtype}
-        ours = {"kv_compression": settings} | ({"centred_keys": True} if coded else {})
+        ours: Row = {"kv_compression": compression_option(plan.model, plan.stats, **settings)}
+        ours |= {"centred_keys": True} if coded else {}
         sides = {WITHOUT: {}, CODED: coded, WITH: coded | {"additional-config": json.dumps(ours)}}
         servers = {
             name: stack.enter_context(closing(_server(plan, load, model, sides[name])))
@@ -137,17 +133,13 @@ def _server(plan: VllmPlan, load: ServeLoad, model: Path, more: Row) -> VllmServ
     """more: options of a side beside those that all have"""
     options = {
         "dtype": plan.dtype,
-        "block-size": BLOCK_SIZE,
-        "num-gpu-blocks-override": load.num_blocks,
         "max-num-seqs": load.requests,
         "max-num-batched-tokens": load.chunk,
         "max-model-len": load.longest,
         **({"no-enable-prefix-caching": None} if load.is_ample else {}),
         **more,
     }
-    pool_bytes = load.num_blocks * BLOCK_SIZE * kv_bytes_per_token(plan.model, 2)
-    plugin = "additional-config" in more
-    return VllmServer(plan.python, plan.threads, pool_bytes, model, options, plugin=plugin)
+    return VllmServer(plan.python, plan.threads, load.num_blocks, model, options)
 
 
 def _turn(
@@ -197,7 +189,7 @@ def _row(plan: VllmPlan, load: ServeLoad, system: str, found: Mapping[str, Seque
         "interval": plan.interval if ours else None,
         "load": f"{load.requests} x ({load.prompt:,} + {load.output:,})",
         "num_blocks": load.num_blocks - 1,
-        "block_size": BLOCK_SIZE,
+        "block_size": VLLM_BLOCK_SIZE,
         "rate": None if load.at_once else plan.rate,
         "prompts": plan.prompts,
         "objectives": list(plan.goodput),

@@ -14,19 +14,21 @@ from itertools import chain
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic
+from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 from kvreclaim.bench.common import Row
 from kvreclaim.bench.plans import ServePlan
 from kvreclaim.bench.systems.base import SkipPoint
-from kvreclaim.bench.systems.worker_process import environment
+from kvreclaim.bench.systems.worker_process import environment, kv_bytes_per_token
 from kvreclaim.errors import InvalidArgumentError
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 600.0
 STOP_S = 30.0
 WAIT_S = 0.2
+ANSWER_TIMEOUT_S = 600.0
 
 
 class ServerProcess:
@@ -62,6 +64,12 @@ class ServerProcess:
                 pause.wait(WAIT_S)
         raise SkipPoint(f"`{self.name}` was not healthy in {START_TIMEOUT_S:.0f} s; its log is {self.log}")
 
+    def post(self, path: str, body: Mapping[str, object]) -> Any:
+        """Return the JSON of an answer."""
+        request = Request(self.url + path, json.dumps(body).encode(), {"content-type": "application/json"})
+        with urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
+            return json.load(answer)
+
     def close(self) -> None:
         """End it and its child processes."""
         if self.process.poll() is None:
@@ -87,9 +95,6 @@ def free_port() -> int:
             listener.accept()[0].close()
             client.recv(1)
     return port
-
-
-ANSWER_TIMEOUT_S = 600.0
 
 
 class LlamaCppServer(ServerProcess):
@@ -128,10 +133,8 @@ class LlamaCppServer(ServerProcess):
         options = {"n_predict": max_tokens, "temperature": 0, "return_tokens": True}
         answers = []
         for prompt in prompts:
-            body = json.dumps(options | {"prompt": prompt, "cache_prompt": False}).encode()
-            request = Request(f"{self.url}/completion", body, {"content-type": "application/json"})
-            with urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
-                answers.append([int(token) for token in json.load(answer)["tokens"]])
+            found = self.post("/completion", options | {"prompt": prompt, "cache_prompt": False})
+            answers.append([int(token) for token in found["tokens"]])
         return answers
 
 
@@ -172,6 +175,8 @@ class KvreclaimServer(ServerProcess):
         )
 
 
+VLLM_BLOCK_SIZE = 32
+"""Smallest block size that vLLM's CPU attention takes for all models; tokens."""
 MAIN = ("-m", "vllm.entrypoints.cli.main")
 CLIENT_TIMEOUT_S = 1200.0
 SAMPLE_S = 0.5
@@ -180,28 +185,25 @@ SAMPLE_S = 0.5
 class VllmServer(ServerProcess):
     """One server on a free port of this machine.
 
-    options: of `vllm serve`, without the two dashes; None: a flag without a value
+    options: of `vllm serve`, without the two dashes; None: a flag without a value. It has the plugin if
+        there is an additional-config, which the plugin reads
+    num_blocks: of the pool, one of them vLLM's null block
     Raises: SkipPoint if it does not start.
     """
 
     def __init__(
-        self,
-        python: Path,
-        threads: int,
-        pool_bytes: int,
-        model: Path,
-        options: Mapping[str, object],
-        *,
-        plugin: bool,
+        self, python: Path, threads: int, num_blocks: int, model: Path, options: Mapping[str, object]
     ) -> None:
         self.model, self._command = model, [str(python), *MAIN]
+        pool_bytes = num_blocks * VLLM_BLOCK_SIZE * kv_bytes_per_token(model, 2)
         self._environment = environment(python, threads, pool_bytes) | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-            "VLLM_PLUGINS": "kvreclaim" if plugin else "",
+            "VLLM_PLUGINS": "kvreclaim" if "additional-config" in options else "",
             "VLLM_LOGGING_LEVEL": "INFO",
         }
         port = free_port()
         given = {"host": HOST, "port": port, "served-model-name": NAME, **options}
+        given |= {"block-size": VLLM_BLOCK_SIZE, "num-gpu-blocks-override": num_blocks}
         pairs = (
             [f"--{name}"] if value is None else [f"--{name}", str(value)] for name, value in given.items()
         )

@@ -19,7 +19,7 @@ from kvreclaim.bench.common import Row
 from kvreclaim.bench.systems.base import CHUNK, Point, Session, SkipPoint, Slice, System, SystemSetup
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.memory.blocks import blocks_for
-from kvreclaim.model_paths import STATS_FILE
+from kvreclaim.model_paths import STATS_FILE, statistics_beside
 
 ANSWER_TIMEOUT_S = 1800.0
 LOOP = Path(__file__).with_name("worker_loop.py")
@@ -227,6 +227,13 @@ def link_model(model: Path, folder: Path) -> None:
     for file in model.iterdir():
         if file.name != STATS_FILE and file.suffix != ".gguf":
             (folder / file.name).symlink_to(file.resolve())
+
+
+def compression_option(model: Path, stats: Path | None, **settings: object) -> Row:
+    """Return the plugin's kv_compression, with the statistics that link_model leaves out. stats: None: those
+    beside the model, if there are any"""
+    file = stats or statistics_beside(model)
+    return settings | ({"stats": str(file.absolute())} if file.is_file() else {})
 
 
 def kv_bytes_per_token(model: Path, itemsize: int) -> int:

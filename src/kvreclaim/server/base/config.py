@@ -249,9 +249,7 @@ class ServerConfig:
 class RouterConfig:
     """Options of a server of several models. Raises: InvalidArgumentError."""
 
-    max_loaded: int | None = option(
-        None, "Maximum number of models in memory. Default: 3, or all if there are fewer.", low=1, high=50
-    )
+    max_loaded: int = option(3, "Maximum number of models in memory.", low=1, high=50)
     idle_timeout_s: float = option(
         300.0,
         "Seconds without a request after which a model is unloaded. 0: never.",

@@ -6,14 +6,16 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from typing import Any
 
 import httptools
 from pydantic_core import from_json
 from starlette.types import Message
 
+from kvreclaim.server.base.errors import ApiError
+from kvreclaim.server.http.draining import LAST_BYTES_S
 from kvreclaim.server.http.listener import LISTEN_FD, bind
 
 PROGRAM = """
@@ -45,23 +47,34 @@ class Child:
 
     running:  requests that load or use it
     used_s:   time of the event loop when the last of them ended
-    ready:    ends when the model is loaded
+    ready:    its entry of /v1/models, once the model is loaded. Raises: ApiError
+    ended:    done when the process has ended, and on_end has been called with its exit code
     stopping: whether the end of the process is intended
     """
 
-    ready: asyncio.Task[None]
-    ended: asyncio.Task[None]
-
-    def __init__(self, process: asyncio.subprocess.Process, port: int, key: str | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        port: int,
+        key: str | None,
+        on_end: Callable[[Child, int], None],
+    ) -> None:
+        self.name = name
         self.process = process
         self.port = port
         self.running = 0
         self.stopping = False
-        self.used_s = asyncio.get_running_loop().time()
         self._own = [] if key is None else [(b"x-api-key", key.encode())]
+        self.touch()
+        self.ready = asyncio.create_task(self._until_ready())
+        self.ready.add_done_callback(lambda task: task.cancelled() or task.exception())
+        self.ended = asyncio.create_task(self._until_end(on_end))
 
     @classmethod
-    async def start(cls, arguments: Sequence[str], key: str | None) -> Child:
+    async def start(
+        cls, name: str, arguments: Sequence[str], key: str | None, on_end: Callable[[Child, int], None]
+    ) -> Child:
         """key: one that its operator routes accept."""
         with bind(LOOPBACK, 0) as listener:
             process = await asyncio.create_subprocess_exec(
@@ -74,7 +87,34 @@ class Child:
             port: int = listener.getsockname()[1]
         assert process.stdin is not None
         process.stdin.write(json.dumps(arguments).encode() + b"\n")
-        return cls(process, port, key)
+        return cls(name, process, port, key, on_end)
+
+    async def _until_ready(self) -> dict[str, Any]:
+        try:
+            entry: dict[str, Any] = (await self.get(b"/v1/models"))["data"][0]
+        except LOST:
+            code = await self.end(LAST_BYTES_S)
+            raise ApiError(
+                503,
+                f"model {self.name!r} did not start (exit code {code}); the server's log has the reason.",
+            ) from None
+        return entry
+
+    async def _until_end(self, on_end: Callable[[Child, int], None]) -> None:
+        on_end(self, await self.process.wait())
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Count a request."""
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+            self.touch()
+
+    def touch(self) -> None:
+        self.used_s = asyncio.get_running_loop().time()
 
     @property
     def is_idle(self) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,10 @@ from kvreclaim.checks import require
 from kvreclaim.server.base.config import Preset, RouterConfig, ServerConfig
 from kvreclaim.server.base.errors import ApiError
 from kvreclaim.server.http.draining import LAST_BYTES_S
-from kvreclaim.server.router.child import LOST, Child
+from kvreclaim.server.router.child import Child
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.1
-DEFAULT_LOADED = 3
 POOL_FRACTION = 0.5
 """Share of the free memory for the pools of all models, where no limit is set."""
 
@@ -38,7 +37,7 @@ class Fleet:
         self.presets = {name: preset for preset in presets for name in preset.names}
         self.config = config
         self.idle_timeout_s = routing.idle_timeout_s
-        self.most = min(routing.max_loaded or DEFAULT_LOADED, len(presets))
+        self.most = min(routing.max_loaded, len(presets))
         self.limit_gib = limit_gib
         self.draining = asyncio.Event()
         self.children: dict[str, Child] = {}
@@ -64,15 +63,12 @@ class Fleet:
     @asynccontextmanager
     async def using(self, preset: Preset) -> AsyncIterator[Child]:
         """Give the model's process, loaded, which is not stopped inside the block."""
-        async with self._turn:
-            child = self.children.get(preset.names[0]) or await self._start(preset)
-            child.running += 1
-        try:
-            await asyncio.shield(child.ready)
+        with ExitStack() as stack:
+            async with self._turn:
+                child = self.children.get(preset.names[0]) or await self._start(preset)
+                stack.enter_context(child.used())
+            self.facts[child.name] = await asyncio.shield(child.ready)
             yield child
-        finally:
-            child.running -= 1
-            child.used_s = asyncio.get_running_loop().time()
 
     async def _make_room(self, preset: Preset) -> None:
         """Stop models that run nothing, the least recently used first, or wait for one. Raises: ApiError."""
@@ -97,10 +93,7 @@ class Fleet:
         if self.limit_gib is not None:
             memory = f"--memory-limit={self._memory_gib(preset)}"
         own = (memory, f"--served-model-name={name}", *preset.arguments)  # of equal options the last counts
-        child = await Child.start([*own, *self.options()], self._key)
-        child.ready = asyncio.create_task(self._until_ready(name, child))
-        child.ready.add_done_callback(lambda task: task.cancelled() or task.exception())
-        child.ended = asyncio.create_task(self._until_end(name, child))
+        child = await Child.start(name, [*own, *self.options()], self._key, self._ended)
         self.children[name] = child
         self._loads.labels(name).inc()
         logger.info("loading %s", name)
@@ -109,23 +102,13 @@ class Fleet:
     async def _stop(self, child: Child) -> None:
         await child.stop(self.config.shutdown_timeout_s + 2 * LAST_BYTES_S)
 
-    async def _until_ready(self, name: str, child: Child) -> None:
-        try:
-            self.facts[name] = (await child.get(b"/v1/models"))["data"][0]
-        except LOST:
-            code = await child.end(LAST_BYTES_S)
-            raise ApiError(
-                503, f"model {name!r} did not start (exit code {code}); the server's log has the reason."
-            ) from None
-
-    async def _until_end(self, name: str, child: Child) -> None:
-        code = await child.process.wait()
-        del self.children[name]
-        self._unloads.labels(name).inc()
+    def _ended(self, child: Child, code: int) -> None:
+        del self.children[child.name]
+        self._unloads.labels(child.name).inc()
         if child.stopping:
-            logger.info("unloaded %s", name)
+            logger.info("unloaded %s", child.name)
         else:
-            logger.error("the process of %s has ended by itself (exit code %d)", name, code)
+            logger.error("the process of %s has ended by itself (exit code %d)", child.name, code)
 
     async def unload_idle(self) -> None:
         """Stop what has not been used for the idle time, again and again."""
@@ -139,7 +122,7 @@ class Fleet:
                     if child.is_idle and await child.is_free():
                         await self._stop(child)
                     else:
-                        child.used_s = clock()
+                        child.touch()
 
     async def stop_all(self) -> None:
         """Stop every model once its requests have ended."""
