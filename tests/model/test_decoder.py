@@ -113,13 +113,13 @@ def test_a_row_does_not_depend_on_the_others(tiny_dir: Callable[[str], Path], dt
 
 
 def test_layers_that_compute_something_else_are_refused(tiny_dir: Callable[[str], Path]) -> None:
-    """The parts of Llama by name, but another activation, or attention that is scaled."""
-    loaded = load_model(tiny_dir("llama"), kernels="torch")
+    """The parts of Mistral by name, but another activation, or attention that is scaled."""
+    loaded = load_model(tiny_dir("mistral"), kernels="torch")
     assert use_fast_layers(loaded.model).startswith(
         "decoder layers: transformers (none has"
     )  # norms: unproved
     for change in ("act_fn", "scaled"):
-        again = load_model(tiny_dir("llama"), kernels="native")
+        again = load_model(tiny_dir("mistral"), kernels="native")
         for layer in layers(again):
             del layer.forward
         module = again.model.model.layers[1]
@@ -134,14 +134,15 @@ def test_layers_that_compute_something_else_are_refused(tiny_dir: Callable[[str]
         want = logits(again)
         line = use_fast_layers(again.model)
         assert (
-            line == "decoder layers: transformers (a LlamaDecoderLayer does not compute what the kernels do)"
+            line
+            == "decoder layers: transformers (a MistralDecoderLayer does not compute what the kernels do)"
         )
         assert layers(again) == []
         assert torch.equal(logits(again), want)
 
 
 def test_hooks_gradients_and_plain_calls_get_transformers_code(tiny_dir: Callable[[str], Path]) -> None:
-    native, plain = (load_model(tiny_dir("llama"), kernels=k) for k in ("native", "torch"))
+    native, plain = (load_model(tiny_dir("mistral"), kernels=k) for k in ("native", "torch"))
     with inputs_handed_out(native.model), torch.inference_mode():
         batch = OneText()
         native.model(
@@ -160,7 +161,7 @@ def test_hooks_gradients_and_plain_calls_get_transformers_code(tiny_dir: Callabl
 
 def test_the_forward_is_a_loop_over_native_layers(tiny_dir: Callable[[str], Path]) -> None:
     """To the bit transformers' forward over the same layers, which hooks, and other arguments, still get."""
-    loaded = load_model(tiny_dir("qwen2"), kernels="native")
+    loaded = load_model(tiny_dir("mistral"), kernels="native")
     body = loaded.model.model
     assert isinstance(vars(body)["forward"], NativeModel)
     assert "forward: native" in loaded.modules
@@ -182,7 +183,7 @@ def test_the_forward_is_a_loop_over_native_layers(tiny_dir: Callable[[str], Path
 
 def test_a_forward_that_computes_something_else_is_kept(tiny_dir: Callable[[str], Path]) -> None:
     """Embeddings that are scaled behind their module; layers of which one is left out."""
-    loaded = load_model(tiny_dir("llama"), kernels="native")
+    loaded = load_model(tiny_dir("mistral"), kernels="native")
     body = loaded.model.model
     del body.forward
     kind = type(body)

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError
-from kvreclaim.model.attention import ATTENTION_NAME
 from kvreclaim.model.loader import load_model, resolve_device
 
 
@@ -32,7 +31,6 @@ def test_a_loaded_model_is_frozen_and_paged(tiny_dir) -> None:
     loaded = load_model(tiny_dir("llama"), device="cpu")
     assert not loaded.model.training
     assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
-    assert loaded.model.config._attn_implementation == ATTENTION_NAME
     assert loaded.vocab_size == tiny.VOCAB_SIZE
     assert loaded.eos_token_ids == frozenset()
     assert loaded.facts.name == tiny_dir("llama").name
@@ -122,7 +120,9 @@ def test_truncated_weights(length: int, llama: Path) -> None:
 def test_weights_of_another_shape(llama: Path) -> None:
     config = json.loads((llama / "config.json").read_text())
     (llama / "config.json").write_text(json.dumps({**config, "intermediate_size": 32}))
-    with pytest.raises(InvalidArgumentError, match="do not fit its config"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"gate_proj.weight .* is \[96, 64\], and its config asks for \[32, 64\]"
+    ):
         load_model(llama)
 
 

@@ -222,7 +222,7 @@ def test_a_load_that_fails_leaves_nothing(file: Path, monkeypatch) -> None:
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvreclaim.model.quantized.build._fill", fail)
+    monkeypatch.setattr("kvreclaim.model.quantized.build.fill", fail)
     with pytest.raises(KeyboardInterrupt):
         kept(file)
     assert list(copy_path(file).parent.iterdir()) == []

@@ -29,6 +29,7 @@ ACTIVATIONS = 24 << 20
 """And modules that are loaded late, and pieces of a matrix that are unpacked."""
 CHILD = """
 import gc, json, sys, threading, time
+from transformers import LlamaConfig  # imports much else
 from kvreclaim import LLM, SamplingParams
 
 def taken():

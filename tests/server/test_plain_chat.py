@@ -6,7 +6,7 @@ import web
 from entered import off, traced
 from running import MODEL, running_server
 
-MOST_FILES = 64
+MOST_FILES = 65
 """That it runs through, in the event loop, the workers' threads and the engine's."""
 
 

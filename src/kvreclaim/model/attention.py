@@ -177,12 +177,13 @@ def _chunk(module: nn.Module) -> int | None:
     return int(config.attention_chunk_size)
 
 
-def register_attention() -> None:
-    """Make ATTENTION_NAME known to transformers; calling it again changes nothing.
+def register_attention() -> str:
+    """Make ATTENTION_NAME known to transformers, and return it; calling it again changes nothing.
 
     No mask function is registered, so transformers builds no masks; they follow from the batch.
     """
     transformers.AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
+    return ATTENTION_NAME
 
 
 def use_token_positions(model: nn.Module) -> None:

@@ -21,9 +21,10 @@ from transformers.utils import logging as transformers_logging
 
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError, printable
 from kvreclaim.hub import hub_options
-from kvreclaim.model.attention import ATTENTION_NAME, register_attention, use_token_positions
+from kvreclaim.model.attention import register_attention, use_token_positions
 from kvreclaim.model.config_fields import measured_fields
 from kvreclaim.model.decoder import use_native_model
+from kvreclaim.model.dense import DenseModel, is_dense
 from kvreclaim.model.ends import directory_ends, gguf_ends
 from kvreclaim.model.fast_layers import use_fast_layers
 from kvreclaim.model.fused_experts import use_fused_experts
@@ -34,8 +35,8 @@ from kvreclaim.model.native_mlp import use_fast_mlps
 from kvreclaim.model.native_modules import use_fast_linears, use_fast_norms
 from kvreclaim.model.overrides import overridden
 from kvreclaim.model.probe import positions_of, probe
-from kvreclaim.model.quantized.build import build
-from kvreclaim.model.quantized.checkpoint import checkpoint_source
+from kvreclaim.model.quantized.build import build, fill
+from kvreclaim.model.quantized.checkpoint import SafetensorsFiles, checkpoint_source
 from kvreclaim.model.quantized.gguf_file import GgufSource, gguf_config, gguf_tokenizer, is_gguf
 from kvreclaim.model.quantized.layers import describe_packed
 from kvreclaim.model.quantized.packed_copy import CopiedSource
@@ -119,7 +120,6 @@ def load_model(
     Raises: UnsupportedModelError naming the reason; InvalidArgumentError for a bad dtype, device or path
         and for files that are missing, damaged or incomplete.
     """
-    register_attention()
     name = os.fspath(path)
     target, torch_dtype = resolve_device(device), _resolve_dtype(dtype)
     gguf = GgufSource(Path(name)) if is_gguf(name) else None
@@ -130,7 +130,7 @@ def load_model(
     tokenizer: Tokenizer | None = None
     attention_dtype: torch.dtype | None = None
     if packed is None:
-        model = _load_weights(name, torch_dtype, config)
+        model = _plain_model(name, torch_dtype, config) or _load_weights(name, torch_dtype, config)
     else:
         products = choose_products(name, packed, target, kernels, quantized_activations)
         chosen, attention_dtype = packed_dtypes(config, name, torch_dtype, products, packed)
@@ -278,6 +278,8 @@ def _refuse_unsupported(config: Any, name: str) -> None:
     types = set(getattr(config.get_text_config(), "layer_types", None) or ())
     if types and types <= RECURRENT_LAYER_TYPES:
         raise UnsupportedModelError(no_attention(name, config))
+    if is_dense(config):
+        return
     mapping = transformers.AutoModelForCausalLM._model_mapping
     if type(config) not in mapping:
         raise UnsupportedModelError(f"{name} ({config.model_type}) is not a causal language model.")
@@ -289,13 +291,28 @@ def _refuse_unsupported(config: Any, name: str) -> None:
         )
 
 
+def _plain_model(name: str, dtype: torch.dtype | str, config: Any) -> Any:
+    """Return the DenseModel of a directory; None for what transformers has to load, or to refuse."""
+    chosen: Any = config.dtype if dtype == "auto" else dtype
+    if chosen is None or not os.path.isdir(name) or not is_dense(config):
+        return None
+    try:
+        files, model = SafetensorsFiles(Path(name)), DenseModel(config, chosen)
+    except Exception:  # damaged files, or sizes that make no model
+        return None
+    if any(key not in files.places for key, _ in model.named_parameters()):
+        return None
+    fill(model, name, files.dense)
+    return model
+
+
 def _load_weights(name: str, dtype: torch.dtype | str, config: Any) -> transformers.PreTrainedModel:
     try:
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             name,
             config=config,
             dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
+            attn_implementation=register_attention(),
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from kvreclaim.errors import InvalidArgumentError, UnsupportedModelError, reason_of
-from kvreclaim.model.attention import ATTENTION_NAME
+from kvreclaim.model.attention import register_attention
+from kvreclaim.model.dense import DenseModel, is_dense
 from kvreclaim.model.quantized.layers import PackedEmbedding, PackedLinear
 from kvreclaim.model.quantized.products import Products
 from kvreclaim.model.quantized.source import WeightSource
@@ -81,36 +82,42 @@ def build(
     Raises: InvalidArgumentError for weights that are missing or of another shape; UnsupportedModelError for
         packed weights of something that is neither a linear layer nor an embedding, such as experts.
     """
-    from accelerate import init_empty_weights  # vLLM's environment, which loads no packed model, may lack it
-    from transformers.initialization import no_init_weights
-
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     try:
-        with init_empty_weights(include_buffers=False), no_init_weights():
-            model = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
-            )
+        model: Any = DenseModel(config, dtype) if is_dense(config) else _of_transformers(config, dtype)
     except Exception as error:  # inconsistent sizes: each model family raises its own type
         raise InvalidArgumentError(
             f"the config of {name} makes no model ({reason_of(error)}); download or convert the checkpoint "
             "again."
         ) from error
-    model.tie_weights()  # no_init_weights skips it
     own_head = _pack(model, source, dtype, products, device)
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     if config.tie_word_embeddings and not own_head and isinstance(embeddings, PackedEmbedding):
         model.set_output_embeddings(PackedLinear(embeddings.matrix, None, dtype, products))
     elif config.tie_word_embeddings and head is not None and not own_head:
         head.weight = embeddings.weight  # filled below, once
-    _fill(model, name, source, dtype)
+    fill(model, name, source.dense)
     if lost := source.unread():
         raise UnsupportedModelError(
             f"{name} holds {len(lost)} weights ({lost[0]} is one) that no linear layer or embedding of "
             f"{type(model).__name__} takes; kvreclaim packs linear layers only: pass the checkpoint that is "
             "not quantised."
         )
+    return model
+
+
+def _of_transformers(config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """Return transformers' own model without memory."""
+    from accelerate import init_empty_weights  # vLLM's environment, which loads no packed model, may lack it
+    from transformers.initialization import no_init_weights
+
+    with init_empty_weights(include_buffers=False), no_init_weights():
+        model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=register_attention(), trust_remote_code=False
+        )
+    model.tie_weights()  # no_init_weights skips it
     return model
 
 
@@ -151,19 +158,25 @@ def _give_back() -> None:
         trim(0)
 
 
-def _fill(model: PreTrainedModel, name: str, source: WeightSource, dtype: torch.dtype) -> None:
+def fill(model: nn.Module, name: str, dense: Callable[[str], Tensor | None]) -> None:
+    """Give every parameter without memory its tensor, in the parameter's dtype.
+
+    dense: the tensor of a parameter's name; None if it is missing
+
+    Raises: InvalidArgumentError for a tensor that is missing or of another shape.
+    """
     done: dict[int, nn.Parameter] = {}
     for path, owner in model.named_modules():
         for leaf, empty in list(owner._parameters.items()):
             if empty is None or not empty.is_meta:
                 continue
             if id(empty) not in done:
-                done[id(empty)] = _parameter(source.dense(f"{path}.{leaf}"), empty, f"{path}.{leaf}", name)
+                done[id(empty)] = _parameter(dense(f"{path}.{leaf}"), empty, f"{path}.{leaf}", name)
             owner._parameters[leaf] = done[id(empty)]
         for leaf, buffer in list(owner._buffers.items()):
             if buffer is None or leaf in owner._non_persistent_buffers_set or leaf.startswith("packed_"):
                 continue
-            found = source.dense(f"{path}.{leaf}")
+            found = dense(f"{path}.{leaf}")
             if found is not None:
                 owner._buffers[leaf] = found.to(buffer.dtype)
 

@@ -61,6 +61,10 @@ class SafetensorsFiles:
             found: Tensor = tensor[...] if not tensor.get_shape() else tensor[:]
             return found.clone()
 
+    def dense(self, name: str) -> Tensor | None:
+        """Return a tensor; None if it is missing."""
+        return self.whole(name) if name in self.places else None
+
     def shape(self, name: str) -> tuple[int, ...]:
         with self.reading(name) as tensor:
             return tuple(tensor.get_shape())
@@ -314,7 +318,7 @@ class CheckpointSource:
         return in_pieces(shape, self.scheme.rows(Layer(self.files, stem, shape)), each)
 
     def dense(self, name: str) -> Tensor | None:
-        return self.files.whole(name) if name in self.files.places else None
+        return self.files.dense(name)
 
     @cached_property
     def _marked(self) -> list[str]:
