@@ -168,6 +168,30 @@ def test_what_models_write_is_allowed(words: Vocabulary, form: str, text: str) -
         assert not accepts(words, thinks, "<think>never ends")
 
 
+@VOCABULARIES
+def test_calls_without_tags_follow_the_schemas_too(words: Vocabulary) -> None:
+    """As Qwen2.5-Coder writes them. Other JSON stays free text, and forced calls have their tags."""
+    bare = HERMES.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+    city = {"type": "string", "maxLength": 9}
+    schema = {**NOTHING, "properties": {"city": city}, "required": ["city"]}
+    given, forced = (grammar(words, "hermes", {"get_weather": schema}, forced=each) for each in (False, True))
+    good = [bare, f"{bare}\n{bare}", f"```json\n{bare}\n```", f"```\n{bare}\n{bare}\n```\n"]
+    bad = [
+        bare.replace("Bern", "B" * 10),
+        bare.replace('"city"', '"town"'),
+        bare.replace("get_w", r"get_\u0077"),
+    ]
+    for text in good:
+        assert accepts(words, given, text), text
+        assert not accepts(words, forced, text)
+    for text in bad:
+        assert not accepts(words, given, text), text
+        assert not accepts(words, given, f"```json\n{text}\n```")
+        assert accepts(words, given, f"Here: {text}")
+    for text in (bare.replace("get_weather", "add"), '{"city": "Bern"}', "```python\nx = 1\n```"):
+        assert accepts(words, given, text), text
+
+
 def walk(words: Vocabulary, grammar: StructuredOutputsParams, rng: random.Random) -> tuple[str, bool]:
     """A text that the grammar allows, and whether it is complete."""
     state, ids, eos = matcher(words, grammar), [], words.tokenizer.eos_token_id

@@ -39,6 +39,9 @@ TOOLS = {
 }
 WEATHER = ToolCall("get_weather", '{"city": "Bern"}')
 HERMES = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+BARE = '{\n  "name": "get_weather",\n  "arguments": {"city": "Bern"}\n}'
+OTHER = '{"name": "add", "arguments": {"a": 2}}'
+"""No call, for there is no such function."""
 QWEN3_CODER = (
     "<tool_call>\n<function=get_weather>\n<parameter=city>\nBern\n</parameter>\n"
     '<parameter=days>\n3\n</parameter>\n<parameter=options>\n{"a": [1, null]}\n</parameter>\n'
@@ -90,7 +93,16 @@ EXAMPLES: list[tuple[str, str, list[Text | Reasoning | ToolCall]]] = [
         '<tool_call>{"arguments": {"x": "a </tool_call> \\" b"}, "name": "f"}</tool_call>!',
         [ToolCall("f", '{"x": "a </tool_call> \\" b"}'), Text("!")],
     ),
+    # Qwen2.5-Coder writes calls without tags, mostly in a code block.
+    ("hermes", BARE, [WEATHER]),
+    ("hermes", f"```json\n{BARE}\n```", [WEATHER]),
+    ("hermes", f" ```\n{BARE}\n{BARE}\n```\n", [WEATHER, WEATHER]),
+    ("hermes", f"```json\n{BARE}", [WEATHER]),
+    ("hermes", f"```json\n{BARE}\n```\nThen {HERMES}", [WEATHER, Text("Then"), WEATHER]),
+    ("hermes", f"{BARE} and more", [WEATHER, Text("and more")]),
+    ("hermes", f"{BARE}\n{OTHER}", [WEATHER, Text(f"\n{OTHER}")]),
     # What is no call is text; a call behind it is still found.
+    ("hermes", f"```json\n{OTHER}\n```\n{HERMES}", [Text(f"```json\n{OTHER}\n```"), WEATHER]),
     ("hermes", f"<tool_call> oh {HERMES}", [Text("<tool_call> oh"), WEATHER]),
     (
         "qwen3_coder",
@@ -200,6 +212,11 @@ BROKEN = [
     ("hermes", '<tool_call>{"name": "get\nweather", "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "a\\q", "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "f", "note": tru3, "arguments": {}}</tool_call>'),
+    ("hermes", OTHER),
+    ("hermes", f"```json\n{OTHER}\n```"),
+    ("hermes", f"```python\n{BARE}\n```"),
+    ("hermes", f"As JSON: {BARE}"),
+    ("hermes", '```json\n{"city": "Bern"}\n```'),
     ("llama3_json", '{"type": "function", "name": "Alice", "parameters": {}}'),
     ("llama3_json", '{"parameters": {"a": 1}, "name": "Alice"} is JSON'),
     ("llama3_json", '{"type": "report", "rows": [1, {"name": "x"}]}'),

@@ -35,14 +35,14 @@ def is_dense(config: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class States:
+class DenseStates:
     """last_hidden_state: [1, T, M]"""
 
     last_hidden_state: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Logits:
+class DenseLogits:
     """logits: [1, N, V]"""
 
     logits: Tensor
@@ -68,7 +68,7 @@ class DenseModel(nn.Module):
         super().__init__()
         self.config = config
         with torch.device("meta"), _Uninitialised():
-            self.model = Decoder(config, dtype)
+            self.model = DenseDecoder(config, dtype)
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
         self.model.rotary_emb = Rotary(config)
         if config.tie_word_embeddings:
@@ -95,15 +95,15 @@ class DenseModel(nn.Module):
     def set_output_embeddings(self, head: Any) -> None:
         self.lm_head = head
 
-    def forward(self, input_ids: Tensor, logits_to_keep: int | Tensor = 0, **kwargs: Any) -> Logits:
+    def forward(self, input_ids: Tensor, logits_to_keep: int | Tensor = 0, **kwargs: Any) -> DenseLogits:
         """input_ids: [1, T]; logits_to_keep: so many last places, all for 0, or a tensor of places;
         kwargs: position_ids [1, T] and kv_batch."""
         states = self.model(input_ids=input_ids, **kwargs).last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        return Logits(self.lm_head(states[:, kept]))
+        return DenseLogits(self.lm_head(states[:, kept]))
 
 
-class Decoder(nn.Module):
+class DenseDecoder(nn.Module):
     """Embeddings, decoder layers and the last norm."""
 
     rotary_emb: nn.Module
@@ -111,23 +111,23 @@ class Decoder(nn.Module):
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.layers = nn.ModuleList(Layer(config, i, dtype) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DenseLayer(config, i, dtype) for i in range(config.num_hidden_layers))
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps, dtype)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> States:
+    def forward(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> DenseStates:
         states = self.embed_tokens(input_ids)
         angles = self.rotary_emb(states, position_ids)
         for layer in self.layers:
             states = layer(states, position_ids=position_ids, position_embeddings=angles, **kwargs)
-        return States(self.norm(states))
+        return DenseStates(self.norm(states))
 
 
-class Layer(nn.Module):
+class DenseLayer(nn.Module):
     """Attention and MLP, each behind a norm and added to its input."""
 
     def __init__(self, config: Any, index: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.self_attn = Attention(config, index, dtype)
+        self.self_attn = DenseAttention(config, index, dtype)
         self.mlp = GatedMlp(config, dtype)
         self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps, dtype)
@@ -139,7 +139,7 @@ class Layer(nn.Module):
         return found
 
 
-class Attention(nn.Module):
+class DenseAttention(nn.Module):
     """Queries, keys and values of a layer, rotated and handed to a KVBatch."""
 
     def __init__(self, config: Any, index: int, dtype: torch.dtype) -> None:

@@ -15,6 +15,7 @@ from kvreclaim.parsers.json_calls import (
     LLAMA,
     MISTRAL,
     ArrayCalls,
+    HermesCalls,
     JsonCalls,
     LlamaCalls,
 )
@@ -26,7 +27,7 @@ from kvreclaim.parsers.thinking import MAGISTRAL, THINK, ThinkFormat, ThinkParse
 HARMONY, ARRAY = "harmony", "json_array"
 TOOL_PARSERS: Mapping[str, Callable[[Tools], Parser]] = MappingProxyType(
     {
-        "hermes": partial(JsonCalls, HERMES),
+        "hermes": HermesCalls,
         "qwen3_coder": partial(TagCalls, QWEN3_CODER),
         "llama3_json": LlamaCalls,
         "mistral": partial(JsonCalls, MISTRAL),
@@ -39,6 +40,8 @@ TOOL_PARSERS: Mapping[str, Callable[[Tools], Parser]] = MappingProxyType(
     }
 )
 """Most names are vLLM's; deepseek_v3 reads V3.1 and R1, too."""
+BARE = {"hermes": HERMES, "llama3_json": LLAMA}
+"""Formats in which an answer may begin with a call without a marker."""
 _PARSERS: Mapping[str, Callable[[Tools], Parser]] = {**TOOL_PARSERS, ARRAY: ArrayCalls}
 """Includes the format of calls for models without their own."""
 REASONING_PARSERS: Mapping[str, ThinkFormat | None] = MappingProxyType(
@@ -99,8 +102,8 @@ def calls_in_reasoning(tool_parser: str | None, tools: Tools | None = None) -> C
     """Return a factory of parsers for calls with a marker, which end reasoning; None: such calls do not."""
     if tool_parser is None or tool_parser in (ARRAY, HARMONY):
         return None
-    if tool_parser == "llama3_json":
-        return partial(JsonCalls, LLAMA, tools)
+    if tool_parser in BARE:
+        return partial(JsonCalls, BARE[tool_parser], tools)
     return partial(_PARSERS[tool_parser], tools or {})
 
 

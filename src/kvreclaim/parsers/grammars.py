@@ -118,11 +118,38 @@ ANSWER = "@answer"
 """The grammar of a structured output, by this name."""
 MAX_CALLS = 32
 """Most calls of an answer that consists of calls: a weak model might never stop."""
-BARE = {"llama3_json": (r'\s*\{\s*"name"\s*:', '~{~"name"~:')}
-"""Beginning of an answer that is a call without an opening, as a regular expression and in the call's
-shape."""
-READ_AS_CALLS = rf'\s*\{{\s*"(?:{"|".join(FIRST_FIELDS)})"\s*:'
-"""All beginnings of answers that the parser may read as such calls, as a regular expression."""
+
+
+@dataclass(frozen=True, slots=True)
+class BareShape:
+    """Calls without an opening, at the beginning of an answer.
+
+    lead:    regular expression of what may precede the first
+    between: template between two of them
+    end:     of the shape with an opening, which these lack
+    fence:   what may follow the last
+    forced:  forced calls may be written so
+    """
+
+    lead: str
+    between: str
+    end: str = ""
+    fence: str = ""
+    forced: bool = False
+
+    def read_as_calls(self, functions: Sequence[Callee]) -> str:
+        """Return a regular expression of the beginnings that the parser may read as calls."""
+        if self.forced:
+            return rf'{self.lead}\{{\s*"(?:{"|".join(FIRST_FIELDS)})"\s*:'
+        names = "|".join(escaped(each.name) for each in functions)
+        return rf'{self.lead}{BARE_NAME}\s*"(?:(?:{names})"|[^"\\]*\\)'
+
+
+BARE_NAME = r'\{\s*"name"\s*:'
+BARE = {
+    "hermes": BareShape(r"\s*(?:```(?:json)?\s*)?", "\n", "~</tool_call>", "```"),
+    "llama3_json": BareShape(r"\s*", "~;", forced=True),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +210,7 @@ def _shapes(lark: Lark, form: str) -> list[CallShape]:
 def _calls(lark: Lark, calls: Calls) -> str:
     """Calls only."""
     shapes = _shapes(lark, calls.form)
-    optional = "?" if calls.form in BARE else ""
+    optional = "?" if calls.form in BARE and BARE[calls.form].forced else ""
     opening = shapes[0].opening
     more = f"{{0,{MAX_CALLS - 1}}}"
     ways = [_group(lark, calls, shape, more=more) for shape in shapes if shape.opening == opening]
@@ -199,8 +226,9 @@ def _text_and_calls(lark: Lark, calls: Calls, thought: str) -> str:
     ways: dict[str, list[str]] = {}
     for shape in _shapes(lark, calls.form):
         ways.setdefault(shape.opening, []).append(_group(lark, calls, shape, more="*" if shape.trail else ""))
-    bare, written = BARE.get(calls.form, ("", ""))
-    barred = [rf"\s*{escaped(thought)}"] * bool(thought) + [READ_AS_CALLS] * bool(bare)
+    bare = BARE.get(calls.form)
+    barred = [rf"\s*{escaped(thought)}"] if thought else []
+    barred += [] if bare is None else [bare.read_as_calls(calls.functions)]
     but = f"(?:{'|'.join(barred)}){ANY}" if barred else None
     first = lark.rule(
         *(f"{lark.until(opening, but=but)} {lark.rule(*each)}" for opening, each in ways.items())
@@ -208,15 +236,27 @@ def _text_and_calls(lark: Lark, calls: Calls, thought: str) -> str:
     more = lark.rule(*(f"{lark.until(opening)} {lark.rule(*each)}" for opening, each in ways.items()))
     behind = "" if calls.one_call else f"{more}* {lark.matching(ANY)}?"
     starts = [lark.matching(ANY, but=but), f"{first} {behind}"]
-    if bare:
-        (shape,) = _shapes(lark, calls.form)
-        rest = _group(
-            lark,
-            calls,
-            replace(shape, call=shape.call.removeprefix(written), between=shape.between + written),
-        )
-        starts.append(f"{lark.matching(bare)} {rest} {lark.shaped('~')}")
+    if bare is not None:
+        starts.append(_bare_calls(lark, calls, bare))
     return lark.rule(*starts)
+
+
+def _bare_calls(lark: Lark, calls: Calls, bare: BareShape) -> str:
+    """Calls without an opening. A terminal includes the first function's name, which free text excludes."""
+    (shape,) = _shapes(lark, calls.form)
+    shape = replace(shape, call=shape.call.removesuffix(bare.end))
+    rest = shape.call.partition('%name"')[2]
+    first = lark.rule(
+        *(
+            lark.matching(rf'{bare.lead}{BARE_NAME}\s*"{escaped(one.name)}"')
+            + f" {lark.shaped(rest, args=shape.arguments(lark, one))}"
+            for one in calls.functions
+        )
+    )
+    next_one = f"{lark.shaped(bare.between)} {_group(lark, replace(calls, one_call=True), shape)}"
+    others = "" if calls.one_call else f"({next_one})*"
+    fence = f"({lark.text(bare.fence)} {lark.shaped('~')})?" if bare.fence else ""
+    return f"{first} {others} {lark.shaped('~')} {fence}"
 
 
 def _group(lark: Lark, calls: Calls, shape: CallShape, *, more: str = "*") -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,6 +27,7 @@ FIELDS = re.compile(
 ARGUMENTS = ("arguments", "parameters")
 FIRST_FIELDS = ("name", "type", "id", "function", *ARGUMENTS)
 """Beginning of an object that may be a call without a marker."""
+FENCE = re.compile(r"\s*```(?:json)?\s*")
 LONGEST = 512
 """Characters before and after a call's arguments."""
 
@@ -85,6 +86,8 @@ KIMI = JsonFormat(
     names=re.compile(r"[^\s<]{1,128}"),
     around=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
 )
+UNMARKED = JsonFormat(opens=(), more="\n", end="```")
+"""Calls as Qwen2.5-Coder writes them: objects without a marker, mostly within a code block."""
 LLAMA = JsonFormat(opens=("<|python_tag|>",), more=";")
 ARRAY = JsonFormat(opens=(), more=",", end="]")
 
@@ -226,7 +229,8 @@ class JsonCalls(Parser):
     def _is_followed(self) -> Reading[bool]:
         """Read the separator of two calls, or the end after the last. Returns: whether another follows."""
         scanner, form = self.scanner, self.format
-        while form.more and scanner.held.strip() in ("", form.more) and (yield from scanner.more()):
+        signs = tuple(filter(None, (form.more, form.end)))
+        while any(sign.startswith(scanner.held.strip()) for sign in signs) and (yield from scanner.more()):
             pass
         sign = re.escape(form.more)
         found = re.match(rf"\s*{sign}\s*(?=\{{)", scanner.held) if form.more else None
@@ -240,30 +244,48 @@ class JsonCalls(Parser):
 class BareCalls(JsonCalls):
     """An output that begins with the JSON of a call, with or without a marker.
 
-    lead: text before an object without a marker
+    leads: texts before an object without a marker
+    bare:  the format of such calls, if it is not that of calls with a marker; then their functions have to be
+        among the tools
     """
 
-    def __init__(self, form: JsonFormat, lead: str, tools: Tools | None = None) -> None:
-        self._bare = tuple(f'{lead}{{"{field}":' for field in FIRST_FIELDS)
+    def __init__(
+        self,
+        form: JsonFormat,
+        leads: Sequence[str],
+        bare: JsonFormat | None = None,
+        tools: Tools | None = None,
+    ) -> None:
+        self._starts = tuple(f'{lead}{{"{field}":' for lead in leads for field in FIRST_FIELDS)
+        self._marked, self._bare = form, bare
         super().__init__(form, tools)
 
     def read(self, *, trim: bool = False) -> Reading[None]:
         while True:
             begins = re.sub(r"\s", "", self.scanner.held[:LONGEST])
-            is_bare = begins.startswith(self._bare)
-            may_be = any(bare.startswith(begins) for bare in self._bare)
+            is_bare = begins.startswith(self._starts)
+            may_be = any(start.startswith(begins) for start in self._starts)
             if is_bare or not may_be or not (yield from self.scanner.more()):
                 break
-        trim = is_bare and (yield from self.calls())
+        if is_bare:
+            self.format = self._bare or self._marked
+            if fence := FENCE.match(self.scanner.held):
+                self.scanner.take(fence.end())
+            trim = yield from self.calls()
+            self.format = self._marked
         yield from super().read(trim=trim)
 
     def accepts(self, name: str) -> bool:
+        if self._bare is not None:
+            return self.format is self._marked or name in self.tools
         return not self.tools or name in self.tools
 
 
-LlamaCalls = partial(BareCalls, LLAMA, "")
+HermesCalls = partial(BareCalls, HERMES, ("", "```", "```json"), UNMARKED)
+"""Reads calls of Hermes and Qwen."""
+LlamaCalls = partial(BareCalls, LLAMA, ("",), None)
 """Reads calls of Llama 3."""
-ArrayCalls = partial(BareCalls, ARRAY, "[")
+ArrayCalls = partial(BareCalls, ARRAY, ("[",), None)
 """Reads calls that are one JSON array, vLLM's format of forced calls."""
 
 
