@@ -226,6 +226,6 @@ def gguf_config(source: GgufSource) -> Any:
 
 def gguf_tokenizer(source: GgufSource, say: Any) -> Any:
     """Return the tokenizer of a GGUF file. Raises: InvalidArgumentError."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf_parts(source))
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(gguf_parts(source))
     as_in_llama_cpp(tokenizer, source.index.fields, say)
     return tokenizer
