@@ -13,7 +13,7 @@ from kvreclaim import SamplingParams
 from kvreclaim.engine.extension import Extension, Extensions
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-MOST_FILES = 41
+MOST_FILES = 42
 """That a plain request runs through, from its prompt to its last token."""
 PLAIN = {"_state", "rates", "metrics", "state", "counts"}
 """Parts that are plain data, which those who count write to."""

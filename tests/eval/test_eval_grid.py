@@ -137,9 +137,9 @@ def test_what_cannot_run_is_refused_and_the_others_go_on(llm):
     assert report.errors == []
 
 
-def test_a_preempted_sequence_makes_a_cell_an_error(llm, monkeypatch):
+def test_a_preempted_sequence_makes_a_cell_an_error(model, monkeypatch):
     monkeypatch.setattr(BatchRunner, "batch_size", lambda self, task, items: len(items))
-    crowded = LLM(llm.loaded.model.name_or_path, dtype="float32", device="cpu", num_blocks=25)
+    crowded = LLM(model, dtype="float32", device="cpu", num_blocks=25)
     settings = {**SMALL, "batch_size": 5}
     (row,) = evaluate(crowded, ["full"], [0.5], [Chatter()], **settings).rows
     assert row.status == "error"
@@ -177,8 +177,8 @@ def test_prompts_are_computed_once_for_all_settings(llm, monkeypatch):
     assert all(tokens <= 16 for batch in (*first[1:], *second[1:]) for tokens in batch)
 
 
-def test_a_small_pool_only_makes_batches_smaller(llm, report):
-    small = LLM(llm.loaded.model.name_or_path, dtype="float32", device="cpu", num_blocks=12)
+def test_a_small_pool_only_makes_batches_smaller(model, report):
+    small = LLM(model, dtype="float32", device="cpu", num_blocks=12)
     again = evaluate(small, POLICIES, [0.5, 0.3], [Guess()], seeds=[0, 1], **SMALL)
     assert [row.value for row in again.rows] == [row.value for row in report.rows]
     assert [row.preemptions for row in again.rows] == [0] * 5
@@ -247,7 +247,7 @@ def test_the_commands_engine_has_the_plans_key_transform(model, llm, stats_files
     assert made.engine.kv_format.transform != ""
 
 
-def test_auto_is_measured_in_the_format_that_would_be_served(llm, stats_files, tmp_path):
+def test_auto_is_measured_in_the_format_that_would_be_served(model, llm, stats_files, tmp_path):
     """At each share its own, next to the full cache in the model's dtype; named formats are kept."""
     score = {"once": 1.0, "once_right": 0.5}
     forms = {("auto", 0.2): 2.0, ("int4", 0.2): 1.5, ("auto", 0.1): 2.0, ("int8", 0.1): 1.5}
@@ -277,5 +277,5 @@ def test_auto_is_measured_in_the_format_that_would_be_served(llm, stats_files, t
         same = by[row.policy, row.kv_cache_dtype, row.fraction]
         assert row.model_dump(exclude=timed) == same.model_dump(exclude=timed)
         config = CompressionConfig(budget=row.fraction, recent=8, stats=stats)
-        with LLM(llm.loaded.model.name_or_path, dtype="float32", num_blocks=20, compression=config) as served:
+        with LLM(model, dtype="float32", num_blocks=20, compression=config) as served:
             assert served.engine.kv_format.name == row.kv_cache_dtype

@@ -147,6 +147,7 @@ class DenseAttention(nn.Module):
         self.config, self.layer_idx = config, index
         size, kind = config.hidden_size, config.model_type
         self.head_dim = getattr(config, "head_dim", None) or size // config.num_attention_heads
+        self.scaling = self.head_dim**-0.5
         inner, outer = kind == "qwen2" or config.attention_bias, kind != "qwen2" and config.attention_bias
         queries, keys = (n * self.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
         self.q_proj = nn.Linear(size, queries, bias=inner, dtype=dtype)
@@ -173,7 +174,7 @@ class DenseAttention(nn.Module):
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         q, k = (rotated(each, *position_embeddings) for each in (q, k))
         out, none = paged_attention_forward(
-            self, q, k, v, None, self.head_dim**-0.5, kv_batch=kv_batch, layer_input=layer_input
+            self, q, k, v, None, self.scaling, kv_batch=kv_batch, layer_input=layer_input
         )
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1).contiguous()), none
 
