@@ -16,10 +16,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from kvreclaim.model.attention import register_attention
-from kvreclaim.model.dense import DenseModel, is_dense
+from kvreclaim.model.config_fields import config_fields, measured_fields
+from kvreclaim.model.dense import DenseConfig, DenseModel, is_dense
+from kvreclaim.model.ends import gguf_ends
 from kvreclaim.model.layer_trial import TrialBatch
 from kvreclaim.model.loader import load_model
 from kvreclaim.model.probe import probe
+from kvreclaim.model.quantized.gguf_file import GgufSource, gguf_config
 from kvreclaim.ops import extension
 
 BIASES = {"attention_bias": True}
@@ -49,8 +52,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 HEAVY = {"transformers.modeling_utils", "torch._dynamo", "scipy"}
-BY_LLAMAS_CONFIG = {"torch.distributed.tensor", "accelerate"}
-"""What transformers' config of Llama imports, and no other."""
+BY_CONFIGS = {"transformers.models", "torch.distributed.tensor", "accelerate"}
+"""What transformers' configs import."""
 
 
 def both(family: str, overrides: dict[str, Any], dtype: torch.dtype) -> tuple[Any, DenseModel]:
@@ -122,11 +125,30 @@ def test_a_start_imports_no_module_of_transformers(kind: str, tmp_path: Path, mo
         "import sys\nfrom kvreclaim import LLM, SamplingParams\n"
         f"llm = LLM({str(model)!r}, num_blocks=16)\n"
         "llm.generate(['the end'], SamplingParams(max_tokens=4))\n"
-        f"heavy = {HEAVY if family == 'llama' else HEAVY | BY_LLAMAS_CONFIG!r}\n"
+        f"heavy = {HEAVY | BY_CONFIGS if form == 'GGUF' else HEAVY!r}\n"
         "print(*sorted(heavy & sys.modules.keys()), type(llm.loaded.model).__name__)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines()[-1:] == ["DenseModel"], done.stdout + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("eos", [2, tiny_gguf.EOS])
+def test_a_kept_config_is_that_of_transformers(family: str, eos: int, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("KVRECLAIM_HOME", str(tmp_path / "home"))
+    tiny_gguf.write(tmp_path / "tiny.gguf", family=family, ends={"eos": eos})
+    source = GgufSource(tmp_path / "tiny.gguf")
+    kept, whole = gguf_config(source), gguf_config(source, is_kept=False)
+    assert isinstance(kept, DenseConfig)
+    assert not isinstance(whole, DenseConfig)
+    assert config_fields(kept) == config_fields(whole)
+    assert measured_fields(kept) == measured_fields(whole)
+    for name in whole.to_dict().keys() - {"_name_or_path", "id2label"}:
+        assert getattr(kept, name) == getattr(whole, name), name
+    assert gguf_ends(source.index.fields, None, kept) == gguf_ends(source.index.fields, None, whole)
+    changed = load_model(tmp_path / "tiny.gguf", hf_overrides={"rms_norm_eps": 0.001})
+    assert changed.facts.overridden == ("rms_norm_eps",)
+    assert changed.model.model.norm.eps == 0.001
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32", "float16"])

@@ -1,4 +1,4 @@
-"""Llama, Qwen2 and Qwen3 in plain torch, as transformers computes them, for packed weights.
+"""Llama, Qwen2 and Qwen3 in plain torch, as transformers computes them.
 
 A module of transformers costs a start two seconds and 140 MB: it imports torch._dynamo, torch.distributed and
 scipy. These modules have its names, structure and order of operations, so whatever watches or replaces a
@@ -7,6 +7,7 @@ part of transformers' model does the same here. Tests compare their numbers bit 
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,24 @@ def is_dense(config: Any) -> bool:
         and (config.rope_parameters or {}).get("rope_type") in ROTATIONS
         and config.num_attention_heads % config.num_key_value_heads == 0
     )
+
+
+class DenseConfig:
+    """All fields of a config of transformers, whose class would import a second's worth of modules.
+
+    fields:      as its to_dict returns them, in JSON
+    default_eos: eos_token_id of its class
+    """
+
+    def __init__(self, fields: dict[str, Any], default_eos: int | None) -> None:
+        self._fields, self.default_eos = fields, default_eos
+        vars(self).update(copy.deepcopy(fields), dtype=getattr(torch, fields.get("dtype") or "", None))
+
+    def to_dict(self) -> dict[str, Any]:
+        return copy.deepcopy(self._fields)
+
+    def get_text_config(self) -> DenseConfig:
+        return self
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from kvreclaim.errors import InvalidArgumentError
+from kvreclaim.model.dense import DenseConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -47,10 +48,17 @@ def _ends(config: Any, tokenizer: Tokenizer | None, *declared: Ids) -> frozenset
     if tokenizer is not None:
         declared = (*declared, tokenizer.eos_token_id, _template_end(tokenizer))
     parts = [config, config.get_text_config()]
-    ids = [(getattr(part, "eos_token_id", None), getattr(type(part), "eos_token_id", None)) for part in parts]
+    ids = [(getattr(part, "eos_token_id", None), _default_end(part)) for part in parts]
     found = _all(*declared, *(own for own, filled in ids if own != filled)) or _all(*(own for own, _ in ids))
     num_tokens = config.get_text_config().vocab_size
     return frozenset(i for i in found if 0 <= i < num_tokens)  # no other can be drawn, or forbidden
+
+
+def _default_end(config: Any) -> Ids:
+    """Return the end token of the config's class."""
+    if isinstance(config, DenseConfig):
+        return config.default_eos
+    return getattr(type(config), "eos_token_id", None)
 
 
 def _all(*declared: Ids) -> set[int]:

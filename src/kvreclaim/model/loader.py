@@ -123,7 +123,7 @@ def load_model(
     name = os.fspath(path)
     target, torch_dtype = resolve_device(device), _resolve_dtype(dtype)
     gguf = GgufSource(Path(name)) if is_gguf(name) else None
-    config = _load_config(name) if gguf is None else gguf_config(gguf)
+    config = _load_config(name) if gguf is None else gguf_config(gguf, is_kept=not hf_overrides)
     stored, config = config, overridden(config, hf_overrides, name)
     _refuse_unsupported(config, name)
     packed, mapped_bytes = _packed_source(name, config) if gguf is None else gguf, 0

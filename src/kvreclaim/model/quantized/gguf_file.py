@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from kvreclaim.errors import (
     UnsupportedModelError,
     reason_of,
 )
+from kvreclaim.model.dense import DenseConfig, is_dense
 from kvreclaim.model.gguf import as_in_llama_cpp, gguf_fields, refuse_rotation
 from kvreclaim.model.gguf_index import GgufTensor, quoted, read_index
 from kvreclaim.model.quantized.source import in_pieces
@@ -37,8 +39,9 @@ for norms that hold weight + 1."""
 NORMS_PLUS_ONE = frozenset({"gemma2", "gemma3"})
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 Through = Callable[[str, Callable[[], PackedMatrix]], PackedMatrix]
-PARTS_LAYOUT = 4
+PARTS_LAYOUT = 5
 """Version of the layout that gguf_parts writes."""
+KEPT_CONFIG = "kvreclaim_config.json"
 REMEDY = "`kvreclaim fetch FILE` makes a bf16 model of it, where transformers can."
 
 
@@ -183,6 +186,7 @@ def _write_parts(source: GgufSource, work: Path, parts: Path) -> None:
         transformers.AutoConfig.from_pretrained(**where).save_pretrained(parts)
         transformers.AutoTokenizer.from_pretrained(**where).save_pretrained(parts)
         _read_faster(parts)
+        _keep_config(source, parts)
     except OSError:
         raise
     except Exception as error:  # foreign code on foreign files raises any type
@@ -204,9 +208,29 @@ def _read_faster(parts: Path) -> None:
         each.write_text(text, encoding="utf-8")
 
 
-def gguf_config(source: GgufSource) -> Any:
-    """Return transformers' config of a GGUF file. Raises: UnsupportedModelError, InvalidArgumentError."""
+def gguf_config(source: GgufSource, *, is_kept: bool = True) -> Any:
+    """Return the config of a GGUF file: transformers', or with is_kept a DenseConfig of a DenseModel.
+
+    Raises: UnsupportedModelError, InvalidArgumentError.
+    """
     parts = gguf_parts(source)
+    kept = parts / KEPT_CONFIG
+    if is_kept and kept.is_file():
+        return DenseConfig(**json.loads(kept.read_text(encoding="utf-8")))
+    return _whole_config(source, parts)
+
+
+def _keep_config(source: GgufSource, parts: Path) -> None:
+    """Keep all fields of the config of a DenseModel. What is refused is refused again by gguf_config."""
+    with suppress(KVReclaimError):
+        config = _whole_config(source, parts)
+        if is_dense(config) and config.rope_parameters["rope_type"] == "default":
+            about = {"fields": config.to_dict(), "default_eos": getattr(type(config), "eos_token_id", None)}
+            (parts / KEPT_CONFIG).write_text(json.dumps(about, default=str), encoding="utf-8")
+
+
+def _whole_config(source: GgufSource, parts: Path) -> Any:
+    """Return transformers' config of a GGUF file. Raises: UnsupportedModelError, InvalidArgumentError."""
     try:
         config = transformers.AutoConfig.from_pretrained(parts)
         config = type(config).from_dict({**config.to_dict(), **gguf_fields(source.index, config)})
