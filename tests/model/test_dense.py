@@ -1,4 +1,4 @@
-"""Llama, Qwen2 and Qwen3 without transformers' modules: their numbers are transformers', bit for bit."""
+"""Llama, Mistral, Qwen2 and Qwen3 without transformers' modules: their numbers are transformers', bit for bit."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
     "llama 3": ("llama", {"rope_parameters": tiny._LLAMA3}),
     "llama, linear": ("llama", {"rope_parameters": tiny_gguf.TWO_ROTATIONS["full_attention"]}),
+    "mistral": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {}),
     "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2, yarn": ("qwen2", tiny_gguf.YARN),
@@ -40,7 +41,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, biases": ("qwen3", BIASES),
 }
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "another family": ("mistral", {}),
+    "another family": ("phi3", {}),
+    "windows in every layer": ("mistral", {}),
     "windows": (
         "qwen2",
         {"use_sliding_window": True, "sliding_window": tiny.WINDOW, "max_window_layers": 1},

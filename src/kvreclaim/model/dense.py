@@ -1,4 +1,4 @@
-"""Llama, Qwen2 and Qwen3 in plain torch, as transformers computes them.
+"""Llama, Mistral, Qwen2 and Qwen3 in plain torch, as transformers computes them.
 
 A module of transformers costs a start two seconds and 140 MB: it imports torch._dynamo, torch.distributed and
 scipy. These modules have its names, structure and order of operations, so whatever watches or replaces a
@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvreclaim.model.attention import KVBatch, paged_attention_forward
 
-FAMILIES = frozenset({"llama", "qwen2", "qwen3"})
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotations with the same frequencies for texts of every length."""
 
@@ -30,6 +30,7 @@ def is_dense(config: Any) -> bool:
         config.model_type in FAMILIES
         and config.hidden_act == "silu"
         and set(getattr(config, "layer_types", None) or ()) <= {"full_attention"}
+        and (config.model_type != "mistral" or config.sliding_window is None)
         and (config.rope_parameters or {}).get("rope_type") in ROTATIONS
         and config.num_attention_heads % config.num_key_value_heads == 0
     )
@@ -167,7 +168,8 @@ class DenseAttention(nn.Module):
         size, kind = config.hidden_size, config.model_type
         self.head_dim = getattr(config, "head_dim", None) or size // config.num_attention_heads
         self.scaling = self.head_dim**-0.5
-        inner, outer = kind == "qwen2" or config.attention_bias, kind != "qwen2" and config.attention_bias
+        outer = kind != "qwen2" and getattr(config, "attention_bias", False)
+        inner = outer or kind == "qwen2"
         queries, keys = (n * self.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
         self.q_proj = nn.Linear(size, queries, bias=inner, dtype=dtype)
         self.k_proj = nn.Linear(size, keys, bias=inner, dtype=dtype)
