@@ -172,7 +172,16 @@ def test_commands(talk, tmp_path, capsys) -> None:
     typed = (
         *("/system the end", "/set parameter temperature 0.5", "/set top_k 3", "/set stop x", "/set verbose"),
         *("/set seed 7", "/set ignore_eos true", "/set max_tokens none", "/set temperature 0"),
-        *("/set max_tokens 4", "stop", f"/save {file}", "/clear", "/show", f"/load {file}", "/help", "/bye"),
+        *(
+            "/set max_tokens 4",
+            "stop",
+            f"/save {file}",
+            "/clear",
+            "/show info",
+            f"/load {file}",
+            "/help",
+            "/bye",
+        ),
         "never asked",
     )
     converse(dialogue, lines(*typed), commands)
@@ -195,7 +204,8 @@ def test_commands(talk, tmp_path, capsys) -> None:
         ("/clear all", "/clear takes nothing"),
         ("/set temperature hot", "temperature is 'hot'; it must be a number"),
         ("/set temperature -1", "temperature is -1.0"),
-        ("/set n 2", "'n' is no option"),
+        ("/set n 2", "'n' is no option; /set lists them"),
+        ("/set num_ctx 8192", "'num_ctx' is no option; start with --max-model-len"),
         ("/set top_k", "top_k has no value"),
         ("/save", "/save has no file"),
         ("/load no/such", "cannot be read as a conversation"),

@@ -20,6 +20,13 @@ from kvreclaim.sampling_params import SamplingParams
 
 QUOTES = '"""'
 ROLES = ("system", "user", "assistant")
+SAME = {"/?": "/help", "/exit": "/bye", "/show info": "/show"}
+OLLAMAS = {
+    "num_ctx": "start with --max-model-len",
+    "num_predict": "write max_tokens",
+    "repeat_penalty": "write repetition_penalty",
+}
+"""Options of ollama, and what to do here."""
 
 
 def say(line: str) -> None:
@@ -60,8 +67,8 @@ class Commands:
 
     def obey(self, line: str) -> None:
         """Run a line that begins with /. Raises: InvalidArgumentError."""
-        name, _, rest = line.strip().partition(" ")
-        name = {"/?": "/help", "/exit": "/bye"}.get(name, name)
+        line = line.strip()
+        name, _, rest = SAME.get(line, line).partition(" ")
         require(
             name in self.known,
             f"{name!r} is no command; /help lists them (a message may begin with {QUOTES}).",
@@ -96,7 +103,7 @@ class Commands:
 
     def _set_sampling(self, name: str, text: str) -> None:
         known = {key: each for key, each in settings_of(SamplingParams).items() if each.spec.help}
-        require(name in known, f"{name!r} is no option; /set lists them.")
+        require(name in known, f"{name!r} is no option; {OLLAMAS.get(name, '/set lists them')}.")
         require(bool(text), f"{name} has no value; write /set {name} VALUE.", name)
         value = _value(known[name], text)
         self.dialogue.params = replace(self.dialogue.params, **{name: value})
