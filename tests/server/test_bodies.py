@@ -241,9 +241,9 @@ def test_a_number_that_no_float_holds_is_refused(server: Running) -> None:
     ],
 )
 def test_a_policys_name_is_a_compression(body: type[BaseModel], asked: dict[str, Any]) -> None:
-    for given in ("auto", {"policy": "auto"}):
+    for given, policy in (("auto", "auto"), ({"policy": "auto"}, "auto"), ("off", "full")):
         made = body.model_validate({"model": MODEL, **asked, "kv_compression": given})
-        assert made.kv_compression == KVCompression(policy="auto")
+        assert made.kv_compression == KVCompression(policy=policy)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from kvreclaim.compression_settings import CompressionSettings
+from kvreclaim.compression_settings import FULL, CompressionSettings
 from kvreclaim.engine.features import FEATURES
 from kvreclaim.engine.request.outputs import RequestMetrics
 from kvreclaim.options import settings_of
@@ -189,8 +189,8 @@ class KVCompression(Fields):
 
 
 def _as_settings(value: Any) -> Any:
-    """Read a string as the policy's name."""
-    return {"policy": value} if isinstance(value, str) else value
+    """Read a string as the policy's name, and "off" as the full cache."""
+    return {"policy": FULL if value == "off" else value} if isinstance(value, str) else value
 
 
 PolicyOrSettings = Annotated[
