@@ -17,7 +17,6 @@ from kvreclaim.options import (
     LIMITS,
     MEMORY,
     MODEL,
-    OBSERVABILITY,
     OFFLOAD,
     SPECULATION,
     check_options,
@@ -176,13 +175,6 @@ class EngineConfig:
     )
     max_pinned_fraction: float = option(
         0.5, "Largest share of the pool for pinned blocks.", low=0.0, high=1.0, panel=CACHING
-    )
-    kv_cache_metrics_sample: float = option(
-        0.01,
-        "Share of the blocks whose residency time is measured.",
-        low=0.0,
-        high=1.0,
-        panel=OBSERVABILITY,
     )
     kernels: str = option(
         "auto",

@@ -112,7 +112,7 @@ def test_what_is_not_given_is_told_apart_from_nought() -> None:
 
 
 def test_a_mistake_is_one_sentence() -> None:
-    result = runner.invoke(app, ["generate", "--prompt", "a", "--kv-cache-metrics-sample", "1"])
+    result = runner.invoke(app, ["generate", "--prompt", "a", "--max-pinned-fraction", "1"])
     assert result.exit_code == 2
     assert "No such option" in result.output
     result = runner.invoke(app, ["generate", "--prompt", "a", "--top-p", "2"])

@@ -104,7 +104,6 @@ def test_every_option_arrives(started: list, tmp_path) -> None:
         "scheduling-policy": "priority",
         "eviction-policy": "slru",
         "max-pinned-fraction": 0.25,
-        "kv-cache-metrics-sample": 0.5,
         "num-gpu-blocks-override": 99,
         "max-num-seqs": 9,
         "max-model-len": 512,
@@ -138,7 +137,7 @@ def test_every_option_arrives(started: list, tmp_path) -> None:
     )
     found = llm.engine.config
     assert (found.scheduling_policy, found.eviction_policy) == ("priority", "slru")
-    assert (found.max_pinned_fraction, found.kv_cache_metrics_sample) == (0.25, 0.5)
+    assert found.max_pinned_fraction == 0.25
     assert (found.num_blocks, found.max_num_seqs, found.max_model_len, found.block_size) == (99, 9, 512, 8)
     assert (found.kv_memory_fraction, found.enforce_eager) == (0.25, True)
     assert found.kv_cache_dtype == llm.engine.kv_format.name == "fp8_e4m3"

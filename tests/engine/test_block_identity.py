@@ -85,7 +85,6 @@ OPTIONS: dict[str, Same] = {
     "prefix_snapshot_fraction": Same(0.5),
     "conversation_snapshots": Same(True),
     "max_pinned_fraction": Same(0.1),
-    "kv_cache_metrics_sample": Same(0.5),
     "kernels": Names("reference", field="backend_layout"),
     "threads": Same(2),
     "quantized_activations": Names("exact", "gguf", field="products"),

@@ -46,7 +46,6 @@ ENGINE_FREE = frozenset(
         "eviction_policy",
         "prefix_snapshot_fraction",
         "max_pinned_fraction",
-        "kv_cache_metrics_sample",
         "kernels",
         "threads",
         "cache_packed_weights",

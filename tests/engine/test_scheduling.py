@@ -161,7 +161,6 @@ def test_a_priority_that_nothing_would_go_by_is_refused(make_llm):
         ({"eviction_policy": "mru"}, "mru.*lru"),
         ({"eviction_policy": None}, "eviction_policy is None"),
         ({"max_pinned_fraction": 1.5}, "max_pinned_fraction is 1.5"),
-        ({"kv_cache_metrics_sample": -0.1}, "kv_cache_metrics_sample is -0.1"),
         ({"max_seqs": 3}, "max_seqs is no option of the engine.*max_num_seqs"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvreclaim.memory import MemoryManager, Retention, eviction_orders
-from kvreclaim.memory.blocks import INDEXED, PINNED, SAMPLED
+from kvreclaim.memory.blocks import INDEXED, PINNED
 
 from .sequences import run, token_list
 
@@ -105,10 +105,6 @@ def pin_without_a_time(memory):
     memory.pool.marks[0] |= PINNED
 
 
-def forget_a_sample(memory):
-    memory.pool.marks[0] |= SAMPLED
-
-
 def pin_too_many(memory):
     memory.pin(0, [Retention(8, 60)])
     memory.pool.pins.limit = 1
@@ -147,7 +143,6 @@ def miscount_the_first_blocks(memory):
         mark_what_is_not_indexed,
         unmark_what_is_indexed,
         pin_without_a_time,
-        forget_a_sample,
         pin_too_many,
         put_aside_what_is_in_use,
         miscount_the_first_blocks,

@@ -118,7 +118,7 @@ def test_a_fork_keeps_its_own_room():
 
 
 ROOM = Path(kvreclaim.memory.__file__).parent
-OFF = {"pins.py", "residency.py", "groups/window.py", "windows.py"}
+OFF = {"pins.py", "groups/window.py", "windows.py"}
 
 
 def files_of(work) -> set[str]:

@@ -41,7 +41,6 @@ class World:
             hash_function=colliding or sha256,
             eviction_policy=order,
             max_pinned_fraction=max_pinned_fraction,
-            residency_sample=0.3,
             clock=lambda: self.now,
         )
         self.shadow = Shadow(

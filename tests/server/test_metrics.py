@@ -28,8 +28,7 @@ EXPECTED = {
         """,
     "histogram": """
         vllm:time_to_first_token_seconds vllm:inter_token_latency_seconds vllm:e2e_request_latency_seconds
-        vllm:request_queue_time_seconds vllm:kv_block_lifetime_seconds
-        vllm:kv_block_idle_before_evict_seconds vllm:kv_block_reuse_gap_seconds
+        vllm:request_queue_time_seconds
         """,
 }
 """The names that users of vLLM know, and those that are promised beside them."""

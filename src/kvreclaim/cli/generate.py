@@ -27,7 +27,6 @@ OF_MANY = (
     "scheduling_policy",
     "eviction_policy",
     "max_pinned_fraction",
-    "kv_cache_metrics_sample",
 )
 """Options that matter only with several requests."""
 

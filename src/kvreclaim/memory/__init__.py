@@ -8,14 +8,12 @@ from kvreclaim.memory.pins import Retention
 from kvreclaim.memory.pool import BlockPool
 from kvreclaim.memory.prefix.index import MISS_REASONS, BlockKeys
 from kvreclaim.memory.prefix_cache import PrefixMatch
-from kvreclaim.memory.residency import BlockResidency
 from kvreclaim.memory.stats import MemoryStats
 
 __all__ = [
     "MISS_REASONS",
     "BlockKeys",
     "BlockPool",
-    "BlockResidency",
     "BlockTable",
     "CompactionPlan",
     "EvictionOrder",

@@ -15,8 +15,6 @@ INDEXED: Final = 1
 """A prefix hit can find the block."""
 PINNED: Final = 2
 """A pin holds, so the block is indexed, too."""
-SAMPLED: Final = 4
-"""The block's residency is being measured."""
-WINDOW: Final = 8
+WINDOW: Final = 4
 """A hit finds the block as a part of a window, under the entry of another block."""
 CACHED: Final = INDEXED | WINDOW

@@ -41,8 +41,7 @@ class MemoryManager:
         hash_function:         hash of the prefix chain; tests inject one that collides
         eviction_policy:       order in which cached blocks are reused: a name or an object
         max_pinned_fraction:   largest share of the pool that may be pinned at a time, 0 to 1
-        residency_sample:      share of the cached blocks that pool.residency measures, 0 to 1
-        clock:                 monotonic seconds, for pins and residency
+        clock:                 monotonic seconds, for pins
         windows:               windows of layers that see the last tokens only; each has a group in groups/
         window_group:          the class of these groups
         states:                slots of recurrent layers; None: the model has none
@@ -59,7 +58,6 @@ class MemoryManager:
         hash_function: HashFunction = sha256,
         eviction_policy: str | EvictionOrder = DEFAULT_ORDER,
         max_pinned_fraction: float = 0.5,
-        residency_sample: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         windows: Sequence[Window] = (),
         window_group: type[WindowGroup] = WindowGroup,
@@ -69,7 +67,6 @@ class MemoryManager:
         if block_size < 1:
             raise InvalidArgumentError(f"block_size is {block_size}; at least 1 slot is needed; use 16")
         check_number("max_pinned_fraction", max_pinned_fraction, 0, 1)
-        check_number("residency_sample", residency_sample, 0, 1)
         if isinstance(eviction_policy, str):
             eviction_policy = make_order(eviction_policy, max(num_blocks, 0))
         self.block_size = block_size
@@ -78,7 +75,6 @@ class MemoryManager:
             PrefixIndex(num_blocks),
             order=eviction_policy,
             max_pinned=int(max_pinned_fraction * num_blocks),
-            residency_sample=residency_sample,
             clock=clock,
         )
         self.prefix = PrefixCache(self.pool, block_size, enabled=enable_prefix_caching)

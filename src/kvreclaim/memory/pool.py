@@ -7,12 +7,11 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 from kvreclaim.errors import InvalidArgumentError
-from kvreclaim.memory.blocks import CACHED, INDEXED, PINNED, SAMPLED, WINDOW
+from kvreclaim.memory.blocks import CACHED, INDEXED, PINNED, WINDOW
 from kvreclaim.memory.eviction.base import EvictionOrder
 from kvreclaim.memory.eviction.lru import LRU, FreeQueue
 from kvreclaim.memory.pins import Pins
 from kvreclaim.memory.prefix.index import BlockKey, Entry, Link, PrefixIndex
-from kvreclaim.memory.residency import Residency
 from kvreclaim.memory.windows import Row, RowKey, WindowIndex
 
 
@@ -24,10 +23,9 @@ class BlockPool:
     cost per block.
 
     Args:
-        order:            of reuse; least recently used by default
-        max_pinned:       blocks that may be pinned at a time
-        residency_sample: share of the cached blocks with measured residency
-        clock:            seconds, for pins and residency
+        order:      of reuse; least recently used by default
+        max_pinned: blocks that may be pinned at a time
+        clock:      seconds, for pins
     """
 
     def __init__(
@@ -37,7 +35,6 @@ class BlockPool:
         *,
         order: EvictionOrder | None = None,
         max_pinned: int = 0,
-        residency_sample: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if num_blocks < 1:
@@ -57,7 +54,6 @@ class BlockPool:
         self.rows = WindowIndex()
         self.leaving = FreeQueue(num_blocks, filled=False)
         """Cached blocks that are reused before those of free_queue."""
-        self.residency = Residency(residency_sample, clock, self.marks)
         self.num_free = num_blocks
         """Blocks that allocate can give, cached and pinned ones included."""
         self.num_cached = 0
@@ -117,10 +113,6 @@ class BlockPool:
                 self.free_queue.used(block, priority)
         if self.pins.ttl_s:
             self.pins.refresh(blocks)
-        if self.residency.lives:
-            for block in blocks:
-                if self.marks[block] & SAMPLED:
-                    self.residency.use(block)
 
     def release(self, blocks: Iterable[int]) -> int:
         """Drop one reference each, in this order: what reaches 0 is queued.
@@ -193,9 +185,6 @@ class BlockPool:
         self.marks[block] = INDEXED
         if self.free_queue.watches:
             self.free_queue.entered(block, priority)
-        self.residency.until_next -= 1
-        if not self.residency.until_next:
-            self.residency.begin(block)
         return self.index.add(parent, key, block)
 
     def demote(self, blocks: Iterable[int]) -> None:
@@ -278,11 +267,8 @@ class BlockPool:
         for block in blocks:
             if self.free_queue.watches:
                 self.free_queue.forgot(block)
-            if marks[block] != INDEXED:
-                if marks[block] & SAMPLED:
-                    self.residency.end(block)
-                if marks[block] & PINNED:
-                    self.pins.drop(block)
+            if marks[block] & PINNED:
+                self.pins.drop(block)
             marks[block] = 0
 
     def _evict_rows(self, blocks: list[int]) -> list[int]:
@@ -295,8 +281,6 @@ class BlockPool:
 
     def _unmark(self, block: int) -> None:
         """Clear the marks of a block that leaves the index without being reused."""
-        if self.marks[block] & SAMPLED:
-            self.residency.forget(block)
         if self.marks[block] & PINNED:
             self.pins.drop(block)
         self.marks[block] = 0
@@ -327,8 +311,6 @@ class BlockPool:
         assert in_rows == windows, f"{len(in_rows)} blocks in rows of windows, {len(windows)} marked"
         bare = [block for block, mark in enumerate(self.marks) if mark and not mark & CACHED]
         assert not bare, f"block {bare[0]} has marks {self.marks[bare[0]]} but is not indexed"
-        sampled = sum(1 for mark in self.marks if mark & SAMPLED)
-        assert sampled == len(self.residency), f"{sampled} sampled, {len(self.residency)} measured"
         cached = sum(1 for block in unreferenced if block in indexed or block in windows)
         assert cached == self.num_cached, f"{cached} blocks are cached, {self.num_cached} counted"
         pairs = list(zip(self.refs, self.idle_refs, strict=True))

@@ -162,7 +162,6 @@ def make_storage(
         fingerprint=f"{facts.fingerprint}/{facts.name}/{facts.dtype}/{form.fingerprint}",
         eviction_policy=config.eviction_policy,
         max_pinned_fraction=config.max_pinned_fraction,
-        residency_sample=config.kv_cache_metrics_sample,
         windows=groups.windows,
         states=state_slots(config, groups.model),
     )

@@ -26,10 +26,6 @@ TOKEN_GAP_SECONDS = (
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(20.0, 40.0, 80.0),
 )
-RESIDENCY_SECONDS = (
-    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0),
-    *(120.0, 300.0, 600.0, 1200.0, 1800.0),
-)
 STEP_TOKENS = (1.0, *(float(1 << power) for power in range(3, 15)))
 OUTPUTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 PREEMPTIONS = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
@@ -265,17 +261,6 @@ HISTOGRAMS = (
     ),
     _histogram("vllm:request_num_preemptions", "Preemptions of a request.", PREEMPTIONS),
     _histogram("vllm:iteration_tokens_total", "Tokens computed in an engine step.", STEP_TOKENS),
-    _histogram(
-        "vllm:kv_block_lifetime_seconds", "A block's first use to its eviction (sampled).", RESIDENCY_SECONDS
-    ),
-    _histogram(
-        "vllm:kv_block_idle_before_evict_seconds",
-        "A block's last use to its eviction (sampled).",
-        RESIDENCY_SECONDS,
-    ),
-    _histogram(
-        "vllm:kv_block_reuse_gap_seconds", "Between two uses of a block (sampled).", RESIDENCY_SECONDS
-    ),
     _histogram("kvreclaim:request_blocks_peak", "Peak blocks of an output.", None),
 )
 

@@ -108,11 +108,6 @@ class MetricsObserver:
                 self._advance(request, progress, now, before)
         self._note_gaps(before, now)
         self._take(engine)
-        for sample in engine.memory.pool.residency.drain():
-            self._observe("vllm:kv_block_lifetime_seconds", sample.lifetime_s)
-            self._observe("vllm:kv_block_idle_before_evict_seconds", sample.idle_before_evict_s)
-            for gap in sample.reuse_gaps_s:
-                self._observe("vllm:kv_block_reuse_gap_seconds", gap)
 
     def ended(self, engine: Engine, request: Request) -> None:
         now = self._clock()
