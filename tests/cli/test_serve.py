@@ -188,9 +188,8 @@ def test_a_mistake_is_one_sentence(started: list, arguments: list[str], words: s
 
 
 @pytest.mark.parametrize("key", ["--api-key", "--operator-key"])
-@pytest.mark.parametrize("flag", ["--slot-save-path", "--responses-db"])
-def test_what_outlives_the_process_needs_names_that_do(started: list, tmp_path, flag: str, key: str) -> None:
-    lasting = (key, "k", flag, tmp_path)
+def test_what_outlives_the_process_needs_names_that_do(started: list, tmp_path, key: str) -> None:
+    lasting = (key, "k", "--responses-db", tmp_path)
     refused = run(*lasting)
     assert refused.exit_code == 2
     assert "tenant_secret is not" in refused.output

@@ -14,7 +14,7 @@ import web
 from anthropic.types import Usage
 from running import MODEL, Running, running_server
 
-from kvreclaim import LLM
+from kvreclaim import LLM, CompressionConfig
 from kvreclaim.server.anthropic.fields import ConversationFields
 from kvreclaim.server.anthropic.prompt import render
 
@@ -144,6 +144,18 @@ def test_what_a_compressed_request_says_it_created_is_what_others_read(cached: C
     assert usage.model_extra["kv_cache"]["tokens_evicted"] > 0
     assert 0 < created < 400, "what was computed behind an eviction is not indexed"
     assert counts(cached.ask(None, marked(text)))[0] == created
+
+
+@pytest.mark.parametrize(
+    "cached",
+    [{"compression": CompressionConfig("knorm", budget=48, sinks=2, recent=8, interval=16)}],
+    indirect=True,
+)
+def test_a_breakpoint_is_where_a_prefix_is_compressed(cached: Cached):
+    system = marked(LONG * 4)
+    assert cached.ask(system, "GO up", max_tokens=4).cache_read_input_tokens == 0
+    assert cached.ask(system, "GO down", max_tokens=4).cache_read_input_tokens > 64
+    assert cached.server.llm.engine.scheduler.snapshots.num_hits == 1
 
 
 @pytest.mark.parametrize("cached", [{"num_blocks": 1024, "enable_prefix_caching": False}], indirect=True)

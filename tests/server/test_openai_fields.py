@@ -282,6 +282,7 @@ def check_compress_prompt_at(server: Talker) -> None:
         given = server.completion(prompt=prompt, **GREEDY, **extra)
         assert given["choices"][0]["text"] == expected.outputs[0].text
         assert given["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+    assert server.refused(prompt=prompt, compress_prompt_at=20) == "compress_prompt_at", "evicts nothing"
 
 
 def check_conversation_snapshots(server: Talker) -> None:

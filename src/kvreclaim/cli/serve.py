@@ -136,8 +136,8 @@ def _prepare(log_format: str, log_level: str, *, log_prompts: bool) -> None:
 
 def _check_lasting(server: ServerConfig, engine: EngineConfig) -> None:
     """Raises: InvalidArgumentError if what is meant to outlive the process could not be found again."""
-    keeps = [name for name in ("kv_offloading_disk_path",) if getattr(engine, name) is not None]
-    keeps += [name for name in ("slot_save_path", "responses_db") if getattr(server, name) is not None]
+    places = {"kv_offloading_disk_path": engine.kv_offloading_disk_path, "responses_db": server.responses_db}
+    keeps = [name for name, place in places.items() if place is not None]
     require(
         not (keeps and (server.api_keys or server.operator_key) and server.tenant_secret is None),
         f"{' and '.join(keeps)} is set, and so are keys, but tenant_secret is not: without it the names of "

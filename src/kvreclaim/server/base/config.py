@@ -150,12 +150,6 @@ class ServerConfig:
         64, "Largest window of recent queries that a request's policy may use.", low=0, panel=LIMITS
     )
     default_max_tokens: int = option(16, "max_tokens of completions that do not set it.", low=1, panel=LIMITS)
-    slot_save_path: str | None = option(
-        None,
-        "Directory in which clients may save sessions (POST /slots/NAME?action=save), one folder per API "
-        "key.",
-        panel=CACHING,
-    )
     responses_db: str | None = option(
         None,
         "SQLite file in which /v1/responses keeps its answers. Default: memory, until the server ends.",
@@ -174,7 +168,6 @@ class ServerConfig:
         low=1,
         panel=LIMITS,
     )
-    max_saved_slots: int = option(64, "Maximum number of saved sessions per API key.", low=1, panel=LIMITS)
     shutdown_timeout_s: float = option(
         30.0,
         "Seconds that running requests may take to finish after SIGTERM.",

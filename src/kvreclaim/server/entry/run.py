@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from kvreclaim import __version__
 from kvreclaim.engine.serving.client import EngineClient
 from kvreclaim.engine.serving.served import ServedModel
-from kvreclaim.server.admin import slots, system
+from kvreclaim.server.admin import system
 from kvreclaim.server.admin.logs import log_loop_error
 from kvreclaim.server.admin.system import observe, stop_observing
 from kvreclaim.server.anthropic import routes as anthropic
@@ -86,7 +86,6 @@ def create_app(service: Service) -> FastAPI:
     for room in (completions, chat, responses, models, tokenizing, llamacpp):
         app.include_router(room.router)
     app.include_router(anthropic.router)
-    app.include_router(slots.router)
     install_page(app, service)
     guard(app, service.config, body_limit(service.config.max_body_bytes, service.longest))
     observe(app, service)
