@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2 and Qwen3 without transformers' modules: their numbers are transformers', bit for bit."""
+"""Llama, Mistral, Qwen2 and Qwen3 without transformers' modules: their numbers are the same, bit for bit."""
 
 from __future__ import annotations
 
