@@ -175,22 +175,16 @@ def check_prompt_cache_retention(server: Talker) -> None:
     assert kept_s(server, prompt_cache_retention="24h", prompt_cache_key="chapter one") == 86_400
 
 
-def check_nvext(server: Talker) -> None:
-    """Priorities: below."""
-    for ttl, seconds in ((None, 300), ("300s", 300), ("5m", 300), ("24h", 86_400)):
-        assert kept_s(server, nvext={"cache_control": {"type": "ephemeral", "ttl": ttl}}) == seconds
-    assert kept_s(server, nvext={"cache_control": None, "agent_hints": {"priority": None}}) is None
-    both = {"cache_control": {"type": "ephemeral"}}
-    assert kept_s(server, nvext=both, prompt_cache_retention="24h") == 86_400, "the longest holds"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(server.running.service.engine.served.config, "enable_prefix_caching", False)
-        assert server.refused(nvext=both) == "nvext.cache_control"
-
-
 def check_agent_hint(server: Talker) -> None:
     """Of the answer, too, full blocks are kept."""
     assert kept_s(server, agent_hint={"cache_control": {"ttl": 300}}) == 300
-    assert kept_s(server, agent_hint={"cache_control": {"type": "ephemeral"}}) == 300
+    hint = {"cache_control": {"type": "ephemeral"}}
+    assert kept_s(server, agent_hint=hint) == 300
+    assert kept_s(server, agent_hint={"cache_control": None}) is None
+    assert kept_s(server, agent_hint=hint, prompt_cache_retention="24h") == 86_400, "the longest holds"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(server.running.service.engine.served.config, "enable_prefix_caching", False)
+        assert server.refused(agent_hint=hint) == "agent_hint.cache_control"
     pins = server.running.llm.engine.memory.pool.pins
     for number, (fields, num_blocks) in enumerate(
         (({"agent_hint": {"cache_control": {}}}, 5), ({"prompt_cache_key": "a"}, 2))
@@ -251,9 +245,7 @@ def check_priority(server: Talker) -> None:
             priorities = [5, 5, 5, 5, -1, -1, -2, -1]
             asked = []
             for number, priority in enumerate(priorities):
-                hint = {"nvext": {"agent_hints": {"priority": -priority}}}
-                fields = hint if number > 5 else {"priority": priority}
-                asked.append(Asking(server.running, "/v1/completions", {**body, **fields}))
+                asked.append(Asking(server.running, "/v1/completions", {**body, "priority": priority}))
                 until(lambda number=number: engine.num_queued == number + 1)
         assert {asking.answer().status_code for asking in asked} == {200}
     finally:

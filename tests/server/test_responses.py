@@ -579,7 +579,6 @@ SHARED = {
     "include_stop_str_in_output": True,
     "prompt_cache_key": "chapter",
     "prompt_cache_retention": "24h",
-    "nvext": {"cache_control": {"type": "ephemeral"}},
     "agent_hint": {"cache_control": {"ttl": 60.0}},
     "user": "somebody",
     "safety_identifier": "somebody",

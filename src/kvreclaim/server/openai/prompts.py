@@ -13,7 +13,7 @@ from starlette.types import Scope
 from kvreclaim.beams import BeamSearchParams
 from kvreclaim.chunks import Chunks
 from kvreclaim.compression.config import CompressionConfig
-from kvreclaim.engine.api.exports import Retention
+from kvreclaim.engine.api.exports import EVERYTHING, Retention
 from kvreclaim.engine.request.spec import RequestSpec
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.refusals import Feature
@@ -32,7 +32,6 @@ from kvreclaim.server.base.fields import (
 )
 from kvreclaim.server.base.identity import Tenant
 from kvreclaim.server.openai.documents import ChunkReuseFields, Documents
-from kvreclaim.server.openai.hints import AgentHint, NvExt, checked_priority, hinted_retention
 from kvreclaim.server.openai.structured import StructuredField
 from kvreclaim.server.shared.bodies import SHARED, check_priority, sampling_of
 from kvreclaim.server.shared.service import Service
@@ -43,6 +42,7 @@ MAX_METADATA = 16
 Verbosity = Annotated[Literal["medium"], described("'medium'; no model here knows others")]
 PromptCacheRetention = Literal["in_memory", "in-memory", "24h"]
 RETENTION_S: Mapping[str, float] = {"in_memory": 300.0, "in-memory": 300.0, "24h": 86_400.0}
+DEFAULT_TTL_S = 300.0
 LIMITS = ("max_tokens", "max_completion_tokens")
 SAMPLING = (
     *SHARED,
@@ -76,6 +76,19 @@ class StreamOptions(Fields):
     continuous_usage_stats: bool = False
 
 
+class CacheControlParams(Fields):
+    """ttl: in seconds"""
+
+    type: Literal["ephemeral"] | None = None
+    ttl: float | None = Field(None, gt=0, le=3600)
+
+
+class AgentHint(Fields):
+    """Hints of vLLM's RFC 52113. A conversation is identified by its tokens, so sessions have no ids."""
+
+    cache_control: CacheControlParams | None = None
+
+
 TokenIds = Annotated[Listed[int], Field(max_length=MAX_TOKEN_LIST)]
 
 
@@ -92,7 +105,6 @@ class SharedFields(GeneratingFields):
     include_stop_str_in_output: bool | None = None
     prompt_cache_key: str | None = Field(None, min_length=1)
     prompt_cache_retention: PromptCacheRetention | None = None
-    nvext: NvExt | None = None
     agent_hint: AgentHint | None = None
     user: str | None = Field(None, min_length=1, max_length=MAX_USER_LENGTH)
     safety_identifier: str | None = Field(None, min_length=1, max_length=MAX_USER_LENGTH)
@@ -162,17 +174,13 @@ def engine_prompt(
     chunks: Chunks | None = None,
 ) -> RequestSpec:
     """Build the engine's request for one prompt. Raises: ApiError."""
-    priority = fields.priority
-    if fields.nvext is None:
-        check_priority(priority, tenant, service.config)
-    else:
-        priority = checked_priority(priority, fields.nvext, tenant, service)
+    check_priority(fields.priority, tenant, service.config)
     limits = [getattr(fields, name, None) for name in LIMITS]
     spec = RequestSpec(
         prompt_token_ids=token_ids,
         params=params,
         compression=compression,
-        priority=priority,
+        priority=fields.priority,
         retention=_retention(fields, len(token_ids), service),
         tenant=tenant.name,
         cache_salt=tenant.salt(fields.cache_salt),
@@ -251,9 +259,13 @@ def _check_stream(fields: GenerationFields) -> None:
 
 
 def _retention(fields: GenerationFields, num_tokens: int, service: Service) -> tuple[Retention, ...]:
-    """Without a retention, a key uses the shorter one. Raises: ApiError naming the field."""
-    hinted = fields.nvext is not None or fields.agent_hint is not None
-    found = hinted_retention(fields.nvext, fields.agent_hint, service) if hinted else []
+    """A hint keeps the answer, too. Without a retention, a key uses the shorter one. Raises: ApiError naming
+    the field."""
+    found = []
+    if fields.agent_hint is not None and (control := fields.agent_hint.cache_control) is not None:
+        is_off = not service.engine.served.config["enable_prefix_caching"]
+        refuse_fields({Feature.RETENTION: True, Feature.NO_PREFIX_CACHE: is_off}, "agent_hint.cache_control")
+        found.append(Retention(EVERYTHING, DEFAULT_TTL_S if control.ttl is None else control.ttl))
     if fields.prompt_cache_retention is not None or fields.prompt_cache_key is not None:
         found.append(Retention(num_tokens, RETENTION_S[fields.prompt_cache_retention or "in_memory"]))
     return tuple(found)
