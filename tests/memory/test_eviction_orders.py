@@ -1,5 +1,5 @@
 """What all orders must hold to. That each does in any run of operations what its slow twin does is shown by
-test_stateful.py and test_random_operations.py."""
+test_random_operations.py."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Ten thousand operations from a seed, then everything ends: no block is lost. Their cost in executed lines
-is the same in a small pool and in one a thousand times as large."""
+"""Thousands of operations from a seed, each with a shadow, then everything ends: no block is lost. Their cost
+in executed lines is the same in a small pool and in one a thousand times as large."""
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
 from collections import Counter
@@ -27,7 +28,10 @@ OTHERS = [name for name in eviction_orders() if name != "lru"]
 WEIGHTS = {
     "admit": 20,
     "again": 12,
+    "branch": 6,
     "extend": 40,
+    "grow": 3,
+    "abort": 3,
     "fork": 6,
     "shrink": 8,
     "drop": 3,
@@ -40,23 +44,36 @@ WEIGHTS = {
 }
 
 
+def some_tokens(rng: random.Random, most: int) -> list[int]:
+    return [rng.randrange(3) for _ in range(rng.randrange(most + 1))]
+
+
 def one_operation(world: World, rng: random.Random, past: list[list[int]]) -> str:
     """Returns: what was done; "full" if there was no room for it."""
     live = world.live
     kind = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
     salt = rng.choice([None, None, None, "tenant"])
     if kind == "admit" or not live:
-        tokens = [rng.randrange(3) for _ in range(rng.randrange(40))]
-        return kind if world.start(tokens, salt, priority=rng.randrange(3)) is not None else "full"
+        tokens = some_tokens(rng, min(39, world.shadow.num_blocks * world.shadow.block_size))
+        limit = rng.choice([None] * 9 + [rng.randrange(10)])
+        return "admit" if world.start(tokens, salt, limit, rng.randrange(3)) is not None else "full"
     seq_id = rng.choice(live)
     sequence = world.shadow.sequences[seq_id]
     if kind == "again":
         tokens = rng.choice(past) if past else sequence.tokens
         return kind if world.start(tokens, salt) is not None else "full"
+    if kind == "branch":
+        tokens = sequence.tokens[: rng.randrange(17)] + some_tokens(rng, 9)
+        return kind if world.start(tokens, rng.choice([sequence.salt, salt])) is not None else "full"
     if kind == "extend":
         room = world.extend(seq_id, [rng.randrange(3) for _ in range(rng.choice([1, 1, 1, 2, 17]))])
         if not room:
             world.preempt(live[-1])
+        return kind if room else "full"
+    if kind in ("grow", "abort"):
+        room = world.grow(seq_id, rng.randrange(10))
+        if kind == "abort":
+            world.free(seq_id)
         return kind if room else "full"
     if kind == "fork":
         world.fork(seq_id)
@@ -72,7 +89,8 @@ def one_operation(world: World, rng: random.Random, past: list[list[int]]) -> st
         past[:] = [*past[-15:], sequence.tokens]
         world.free(seq_id)
     elif kind == "pin":
-        world.pin(seq_id, [(rng.randrange(40), rng.choice([5.0, 30.0])) for _ in range(rng.randrange(1, 3))])
+        kept = [(rng.randrange(40), rng.choice([5.0, 30.0])) for _ in range(rng.randrange(1, 3))]
+        world.pin(seq_id, kept, rng.choice([None, "a", "b"]))
     elif kind == "wait":
         world.now += rng.choice([0.5, 4.0, 20.0])
     else:
@@ -83,11 +101,8 @@ def one_operation(world: World, rng: random.Random, past: list[list[int]]) -> st
 @pytest.mark.parametrize(("order", "operations"), [("lru", 10_000), *((o, 3000) for o in OTHERS)])
 def test_ten_thousand_random_operations(order: str, operations: int) -> None:
     num_blocks, block_size = 48, 4
-    world, rng, past = (
-        World(num_blocks, block_size, order=order, max_pinned_fraction=0.1),
-        random.Random(20250101),
-        [],
-    )
+    rng, past = random.Random(20250101), []
+    world = World(num_blocks, block_size, order=order, max_pinned_fraction=0.1)
     done: Counter[str] = Counter()
     for _ in range(operations):
         done[one_operation(world, rng, past)] += 1
@@ -97,15 +112,48 @@ def test_ten_thousand_random_operations(order: str, operations: int) -> None:
     for what in COUNTS:
         assert getattr(stats, what) > 0, f"{what} is 0: the run did not exercise it"
     reasons = [reason for reason, tokens in stats.misses.items() if tokens]
-    assert reasons == ["cold", "evicted", "salt", "sub_block"]
+    assert reasons == ["cold", "evicted", "salt", "sub_block", "ineligible"]
+    end(world)
+
+
+def end(world: World) -> None:
+    """Free everything: no block is lost."""
     for seq_id in world.live:
         world.free(seq_id)
     world.check()
     stats = world.memory.stats()
     assert stats.in_use == 0
-    assert stats.free + stats.cached == num_blocks
+    assert stats.free + stats.cached == stats.num_blocks
     world.reset_prefix_cache()
-    assert world.memory.stats().free == num_blocks
+    assert world.memory.stats().free == stats.num_blocks
+
+
+def three_bits(message: bytes) -> bytes:
+    """Eight digests for everything."""
+    return bytes([hashlib.sha256(message).digest()[0] & 7])
+
+
+def constant(message: bytes) -> bytes:
+    return b""
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_small_pools(seed: int) -> None:
+    """Of any block size and order, also without caching and with hashes that collide."""
+    rng, past = random.Random(seed), []
+    colliding = rng.choice([None, None, None, three_bits, constant])
+    world = World(
+        rng.randrange(2, 25),
+        rng.randrange(1, 5),
+        caching=rng.random() < 0.75,
+        colliding=colliding,
+        order="lru" if colliding else rng.choice(eviction_orders()),
+        max_pinned_fraction=rng.choice([0.0, 0.3, 0.5, 1.0]),
+    )
+    for _ in range(160):
+        one_operation(world, rng, past)
+        world.check()
+    end(world)
 
 
 def lines(work: Callable[[], object]) -> int:
