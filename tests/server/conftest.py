@@ -13,6 +13,7 @@ import pytest
 from bare_messages import TEMPLATE
 from logged import Log
 from running import Running, openai_client, running_server
+from speaking import save_speaker
 
 from kvreclaim import LLM
 
@@ -43,6 +44,17 @@ def own(tiny_dir: Callable[[str], Path]) -> Iterator[Running]:
     llm = LLM(tiny_dir("llama"), num_blocks=512, max_num_seqs=1, scheduling_policy="priority")
     with running_server(llm, chat_template=TEMPLATE) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def speaker_dir(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """The saved model that says what it is given, with the module's TEMPLATE."""
+    return save_speaker(tmp_path_factory.mktemp("speaker"), request.module.TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def speaker(speaker_dir: Path) -> LLM:
+    return LLM(speaker_dir, num_blocks=64)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import jiter
 import pytest
 from pydantic_core import to_json
 from running import MODEL, running_server
-from speaking import CALL, MISTRAL_CALL, save_speaker, saying
+from speaking import CALL, MISTRAL_CALL, saying
 
 from kvreclaim import LLM
 from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd
@@ -25,11 +25,6 @@ TEMPLATE = (
 )
 TOOLS = [{"name": "weather", "description": "of a city", "input_schema": {"type": "object"}}]
 SAID = [{"role": "user", "content": "w20 w21"}]
-
-
-@pytest.fixture(scope="module")
-def speaker(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(save_speaker(tmp_path_factory.mktemp("speaker"), TEMPLATE), num_blocks=64)
 
 
 @pytest.fixture(scope="module")

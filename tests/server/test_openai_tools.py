@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from running import MODEL, openai_client, running_server
-from speaking import CALL, MISTRAL_CALL, save_speaker, saying
+from speaking import CALL, MISTRAL_CALL, saying
 
 from kvreclaim import LLM
 from kvreclaim.server.openai import messages
@@ -20,16 +21,15 @@ SAID = [{"role": "user", "content": "w20 w21"}]
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    llm = LLM(save_speaker(tmp_path_factory.mktemp("speaker"), TEMPLATE), num_blocks=64)
-    with running_server(llm, tool_call_parser="hermes") as server, openai_client(server) as client:
+def client(speaker: LLM) -> Iterator[openai.OpenAI]:
+    with running_server(speaker, tool_call_parser="hermes") as server, openai_client(server) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def mistral(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+def mistral(speaker_dir: Path) -> Iterator[openai.OpenAI]:
     """Its format has a call's arguments in several of the tokens."""
-    llm = LLM(save_speaker(tmp_path_factory.mktemp("speaker"), TEMPLATE), num_blocks=64)
+    llm = LLM(speaker_dir, num_blocks=64)
     with running_server(llm, tool_call_parser="mistral") as server, openai_client(server) as client:
         yield client
 

@@ -9,7 +9,7 @@ import openai
 import pytest
 import web
 from running import MODEL, Running, openai_client, running_server
-from speaking import MISTRAL_CALL, save_speaker, saying
+from speaking import MISTRAL_CALL, saying
 
 from kvreclaim import LLM
 from kvreclaim.errors import InvalidArgumentError
@@ -23,11 +23,6 @@ TEMPLATE = (
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 SAID = [{"role": "user", "content": "w20 w21"}]
 THOUGHT = ("<think>", "Let", "me", "</think>", "look.")
-
-
-@pytest.fixture(scope="module")
-def speaker(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(save_speaker(tmp_path_factory.mktemp("speaker"), TEMPLATE), num_blocks=64)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 import web
 from responding import ask, events, post, refused, said
 from running import MODEL, Running, running_server
-from speaking import CALL, MISTRAL_CALL, save_speaker, saying
+from speaking import CALL, MISTRAL_CALL, saying
 from steering import LIMIT_S, Asking, assert_empty, halted
 
 from kvreclaim import LLM
@@ -36,13 +36,8 @@ SAID = {"input": "w20 w21", "tools": TOOLS}
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_speaker(tmp_path_factory.mktemp("speaker"), TEMPLATE)
-
-
-@pytest.fixture(scope="module")
-def server(directory: Path) -> Iterator[Running]:
-    with running_server(LLM(directory, num_blocks=64)) as server:
+def server(speaker_dir: Path) -> Iterator[Running]:
+    with running_server(LLM(speaker_dir, num_blocks=64)) as server:
         yield server
 
 
@@ -165,10 +160,10 @@ def test_a_call_cut_off_in_a_stream_is_not_read_again(server: Running, prompts: 
     assert " w22" in prompts[1]
 
 
-def test_a_call_cut_off_within_its_arguments_is_incomplete(directory: Path) -> None:
+def test_a_call_cut_off_within_its_arguments_is_incomplete(speaker_dir: Path) -> None:
     fields = {**SAID, "max_output_tokens": 3, **saying("look.", *MISTRAL_CALL)}
     fields["include"] = ["message.output_text.logprobs"]
-    with running_server(LLM(directory, num_blocks=64), tool_call_parser="mistral") as server:
+    with running_server(LLM(speaker_dir, num_blocks=64), tool_call_parser="mistral") as server:
         for response in (ask(server, **fields), events(server, **fields)[-1]["response"]):
             assert (response["status"], len(response["output"])) == ("incomplete", 2)
             message, call = response["output"]

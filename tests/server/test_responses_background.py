@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 from running import MODEL, Running, openai_client, running_server
-from speaking import save_speaker, saying
+from speaking import saying
 from steering import assert_empty, halted, until
 
 from kvreclaim import LLM
@@ -18,9 +18,8 @@ BODY = {"model": MODEL, "input": "w20", "background": True}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    llm = LLM(save_speaker(tmp_path_factory.mktemp("speaker"), TEMPLATE), num_blocks=64)
-    with running_server(llm, api_keys=("a", "b"), max_stored_responses_bytes=LIMIT) as server:
+def server(speaker: LLM) -> Iterator[Running]:
+    with running_server(speaker, api_keys=("a", "b"), max_stored_responses_bytes=LIMIT) as server:
         yield server
 
 

@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 from running import MODEL, openai_client, running_server
 from scribbling import TERSE, save_scribbler
-from speaking import CALL, save_speaker, saying
+from speaking import CALL, saying
 
 from kvreclaim import LLM
 
@@ -21,9 +21,8 @@ TOOLS = [{"type": "function", "name": "weather", "parameters": {"type": "object"
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    llm = LLM(save_speaker(tmp_path_factory.mktemp("speaker"), TEMPLATE), num_blocks=64)
-    with running_server(llm, tool_call_parser="hermes") as server, openai_client(server) as client:
+def client(speaker: LLM) -> Iterator[openai.OpenAI]:
+    with running_server(speaker, tool_call_parser="hermes") as server, openai_client(server) as client:
         yield client
 
 

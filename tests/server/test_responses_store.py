@@ -10,7 +10,7 @@ import pytest
 import web
 from responding import ask, post
 from running import running_server
-from speaking import save_speaker, saying
+from speaking import saying
 
 from kvreclaim import LLM
 from kvreclaim.errors import InvalidArgumentError
@@ -134,19 +134,14 @@ def test_what_cannot_be_written_is_not_kept_and_what_cannot_be_read_is_a_503() -
     assert caught.value.status == 503
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_speaker(tmp_path_factory.mktemp("speaker"), TEMPLATE)
-
-
-def test_keys_a_restart_and_a_response_that_is_too_large(directory: Path, tmp_path: Path) -> None:
+def test_keys_a_restart_and_a_response_that_is_too_large(speaker_dir: Path, tmp_path: Path) -> None:
     options = {"api_keys": ("one", "two"), "tenant_secret": "s" * 32, "max_stored_responses_bytes": 6000}
     options["responses_db"] = str(tmp_path / "responses.db")
-    with running_server(LLM(directory, num_blocks=64), **options) as server:
+    with running_server(LLM(speaker_dir, num_blocks=64), **options) as server:
         first = ask(server, "one", input="w20", **saying("me"))
         large = ask(server, "one", input="w20", metadata={"a": "b" * 5000}, **saying("me"))
         assert (first["store"], large["store"]) == (True, False)
-    with running_server(LLM(directory, num_blocks=64), **options) as server:
+    with running_server(LLM(speaker_dir, num_blocks=64), **options) as server:
         address = f"{server.base_url}/v1/responses/"
         for key, name, status in (("one", "first", 200), ("two", "first", 404), ("one", "large", 404)):
             headers = {"authorization": f"Bearer {key}"}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import web
 from responding import ask, refused
 from running import Running, running_server
-from speaking import save_speaker, saying
+from speaking import saying
 
 from kvreclaim import LLM
 from kvreclaim.server.responses.translate import fitting
@@ -76,8 +77,8 @@ def test_many_items_take_no_room_each() -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    llm = LLM(save_speaker(tmp_path_factory.mktemp("speaker"), TEMPLATE), num_blocks=64, max_model_len=96)
+def server(speaker_dir: Path) -> Iterator[Running]:
+    llm = LLM(speaker_dir, num_blocks=64, max_model_len=96)
     with running_server(llm) as server:
         yield server
 

@@ -10,7 +10,7 @@ import openai
 import pytest
 import web
 from running import MODEL, Running, openai_client, running_server
-from speaking import save_speaker, saying
+from speaking import saying
 
 from kvreclaim import LLM
 from kvreclaim.server.anthropic.routes import AnsweredMessage
@@ -23,11 +23,6 @@ TEMPLATE = (
 SAID = [{"role": "user", "content": "w20 w21"}]
 BEGUN = {"chat_template_kwargs": {"begin": True}}
 THOUGHT = ("<think>", "Let", "me", "</think>", "look.")
-
-
-@pytest.fixture(scope="module")
-def speaker(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(save_speaker(tmp_path_factory.mktemp("speaker"), TEMPLATE), num_blocks=64)
 
 
 @pytest.fixture(scope="module")
