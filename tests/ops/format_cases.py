@@ -176,9 +176,9 @@ def check_surrogate(
     assert ((got.cpu() - want).abs() <= (2e-6 + rig.slack) * size.amax()).all()
 
 
-def random_kept(shape: Shape, num_tokens: int, num_kept: int, seed: int = 3) -> Tensor:
-    """[L, K, M] ascending; every (layer, head) keeps others."""
-    order = noise(seed, shape.layers, shape.kv_heads, num_tokens).argsort(-1)
+def random_kept(heads: tuple[int, int], num_tokens: int, num_kept: int, seed: int = 3) -> Tensor:
+    """[L, K, M] ascending; every one of heads [L, K] keeps others."""
+    order = noise(seed, *heads, num_tokens).argsort(-1)
     return order[..., :num_kept].sort(-1).values
 
 
@@ -186,7 +186,7 @@ def check_compact(rig: Rig, shape: Shape, num_tokens: int, num_kept: int, *, in_
     """Kept tokens keep their numbers, bit for bit; other blocks their bytes. Then more tokens are written and
     attended."""
     w = fill(rig, shape, [Ask(1, num_tokens), Ask(1, 21)])
-    kept = random_kept(w.shape, num_tokens, num_kept)
+    kept = random_kept((w.shape.layers, w.shape.kv_heads), num_tokens, num_kept)
     table, blocks = w.batch.sequences[0].block_ids, -(-num_kept // shape.block_size)
     target = table[:blocks] if in_place else np.array(w.spare[:blocks], dtype=np.int32)
     others = [b for b in range(w.cache.num_blocks) if b not in target.tolist()]
@@ -276,7 +276,7 @@ def check_cells(rig: Rig, shape: Shape, num_tokens: int) -> None:
             assert same_bits(k[0].cpu(), old[0])
             assert same_bits(v[0].cpu(), old[1])
             count = num_tokens - (3 * head + layer + 1)
-            kept = random_kept(replace(shape, layers=1, kv_heads=1), num_tokens, count, seed=head)
+            kept = random_kept((1, 1), num_tokens, count, seed=head)
             target = ids[: -(-count // shape.block_size)]
             rig.backend.compact(view, kept.to(rig.device), ids, target)
             k, v = rig.backend.gather_tokens(head_tokens(w.cache, layer, target, count, whose[: len(target)]))

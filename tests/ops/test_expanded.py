@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from paged_oracle import noise
 from torch import Tensor
 
 from kvreclaim.ops import reference
@@ -19,10 +20,6 @@ from kvreclaim.ops.latent import MIN_QUERIES, PIECE, UpProjection, expanded_atte
 NOPE, ROTARY, VALUE, RANK, HEADS, SCALE = 12, 8, 20, 24, 3, 0.3
 V3 = UpProjection(torch.empty(1, 128, 512), torch.empty(1, 128, 512))
 """Dims of a head of DeepSeek-V3."""
-
-
-def noise(seed: int, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from paged_oracle import noise
 from transformers import Glm4Config, LlamaConfig
 from transformers.models.glm4.modeling_glm4 import Glm4RotaryEmbedding
 from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as apply_interleaved
@@ -29,10 +30,6 @@ def name(layout: RopeLayout) -> str:
 
 
 EVERY_LAYOUT = pytest.mark.parametrize("layout", LAYOUTS, ids=name)
-
-
-def noise(seed: int, *size: int) -> torch.Tensor:
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
 
 
 def test_half_style_equals_llama() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from paged_oracle import noise
 from torch import Tensor
 
 from kvreclaim.ops.rope import RopeLayout
@@ -22,10 +23,6 @@ LAYOUTS = [
 ]
 EVERY_LAYOUT = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: f"{x.style}-{x.start}")
 EVERY_DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-
-
-def noise(seed: int, *size: int) -> Tensor:
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
 
 
 def turned(vectors: Tensor, layout: RopeLayout, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from format_cases import random_kept
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_pair import DTYPES, Dims, Pair, from_native, make_pair
 from torch import Tensor
 
 from kvreclaim.ops import native, reference
-
-
-def random_kept(shape: tuple[int, int], num_tokens: int, count: int, seed: int = 3) -> Tensor:
-    """[*shape, count] slots, each row its own."""
-    rng = torch.Generator().manual_seed(seed)
-    order = torch.rand(*shape, num_tokens, generator=rng).argsort(-1)
-    return order[..., :count].sort(-1).values
 
 
 def assert_compacts(pair: Pair, kept: Tensor, target_ids: Tensor) -> None:

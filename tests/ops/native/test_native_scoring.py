@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_pair import DTYPES, LENGTHS, Dims, Pair, make_pair
+from scoring_cases import LAYOUTS, STYLES, check_trig, layout_of, random
 from torch import Tensor
 
 from kvreclaim.ops import native, scoring
@@ -19,31 +20,8 @@ SUM_ERROR = 6e-7
 """Of a sum of products, relative to the sum of their magnitudes: a few roundings of fp32."""
 SOFTMAX_ERROR = 3e-5
 """Relative, for logits up to about 20."""
-LAYOUTS = {  # dim, bands, start
-    "whole32": (32, 16, 0),
-    "whole64": (64, 32, 0),
-    "whole80": (80, 40, 0),
-    "whole96": (96, 48, 0),
-    "whole128": (128, 64, 0),
-    "whole256": (256, 128, 0),
-    "partial": (80, 16, 0),
-    "odd bands": (64, 5, 0),
-    "late start": (96, 24, 16),
-    "odd start": (64, 8, 7),
-    "odd both": (64, 7, 3),
-    "one band": (32, 1, 30),
-    "none": (64, 0, 0),
-}
-STYLES = pytest.mark.parametrize("style", ["half", "interleaved"])
-ALL_LAYOUTS = pytest.mark.parametrize("where", LAYOUTS.values(), ids=LAYOUTS.keys())
-
-
-def layout_of(bands: int, start: int, style: str) -> RopeLayout:
-    return RopeLayout(torch.linspace(1, 0.01, bands, dtype=torch.float64), style, start)  # type: ignore[arg-type]
-
-
-def random(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+MORE = {"odd bands": (64, 5, 0), "late start": (96, 24, 16), "odd start": (64, 8, 7)}
+ALL_LAYOUTS = pytest.mark.parametrize("where", [*LAYOUTS.values(), *MORE.values()], ids=[*LAYOUTS, *MORE])
 
 
 def assert_trig(pair: Pair, queries: Tensor, weights: Tensor | None, layout: RopeLayout) -> None:
@@ -51,16 +29,7 @@ def assert_trig(pair: Pair, queries: Tensor, weights: Tensor | None, layout: Rop
         got = native.trig_norm_scores(
             PagedTokens(pair.native.layers[layer], pair.block_ids, pair.num_tokens), queries, weights, layout
         )
-        keys = pair.keys[layer].double()
-        wide = None if weights is None else weights.double()
-        want = scoring.trig_norm_scores(keys, queries.double(), wide, layout)
-        size = scoring.trig_norm_scores(keys.abs(), queries.double().abs(), None, layout)
-        if wide is not None:
-            size = size + scoring.trig_norm_scores(keys, queries[:, :0].double(), wide.abs(), layout)
-        assert got.shape == want.shape
-        assert got.dtype == torch.float32
-        assert not got.isnan().any()
-        assert ((got - want).abs() <= SUM_ERROR * size + 1e-14).all()
+        check_trig(got, pair.keys[layer].double(), queries, weights, layout, SUM_ERROR)
 
 
 @DTYPES

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from native_pair import DTYPES, LENGTHS, Dims, Pair, make_pair
-from test_native_scoring import ALL_LAYOUTS, STYLES, layout_of, random
+from scoring_cases import STYLES, layout_of, random
+from test_native_scoring import ALL_LAYOUTS
 from torch import Tensor
 
 from kvreclaim.ops import key_source, native, scoring

@@ -10,18 +10,13 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.models.glm4.modeling_glm4 import rotate_half as rotate_neighbours
 from transformers.models.llama.modeling_llama import rotate_half
-from triton_pair import DEVICE, DTYPES
+from triton_pair import DEVICE, DTYPES, random
 
 from kvreclaim.ops.layer_parts import Gate, Heads, Norm
 from kvreclaim.ops.triton.decoder import Projection, add_rms_norm, gate, rms_norm, rotate
 
 EPS = 1e-6
 SIZES = [(1, 64), (5, 80), (33, 96), (3, 1000), (2, 3, 4100)]
-
-
-def random(seed: int, *size: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    numbers = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * scale
-    return numbers.to(DEVICE, dtype)
 
 
 def close(got: Tensor, exact: Tensor, steps: float = 1.0) -> None:

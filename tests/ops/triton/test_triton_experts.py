@@ -13,7 +13,7 @@ import tiny
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from triton_pair import DEVICE, DTYPES
+from triton_pair import DEVICE, DTYPES, random
 
 from kvreclaim.model.fused_experts import FusedExperts, FusedRouter, use_fused_experts
 from kvreclaim.model.loader import load_model
@@ -27,11 +27,6 @@ from kvreclaim.ops.triton.experts import (
     num_shared,
     route,
 )
-
-
-def random(seed: int, *size: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    numbers = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * scale
-    return numbers.to(DEVICE, dtype)
 
 
 @DTYPES

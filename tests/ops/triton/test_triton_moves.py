@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from format_cases import random_kept
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_oracle import Shape, empty_cache, noise
@@ -95,12 +96,6 @@ def test_gather_tokens(shape: Shape, num_tokens: int, dtype: torch.dtype) -> Non
     want = reference.gather_tokens(PagedTokens(pair.reference.layers[1], pair.block_ids, num_tokens))
     for x, y in zip(got, want, strict=True):
         assert torch.equal(x.cpu(), y)
-
-
-def random_kept(shape: tuple[int, int], num_tokens: int, count: int, seed: int = 3) -> Tensor:
-    """[*shape, count] slots, each row its own."""
-    order = noise(seed, *shape, num_tokens).argsort(-1)
-    return order[..., :count].sort(-1).values
 
 
 def assert_compacts(ours: KVCache, plain: KVCache, kept: Tensor, source: Tensor, target: Tensor) -> None:

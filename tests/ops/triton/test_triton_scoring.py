@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_oracle import Shape
+from scoring_cases import LAYOUTS, STYLES, check_trig, layout_of, random
 from torch import Tensor
 from triton_pair import DEVICE, DTYPES, Pair, make_pair
 
@@ -19,25 +20,8 @@ SUM_ERROR = 1e-6
 """Of a sum of products, relative to the sum of their magnitudes."""
 SOFTMAX_ERROR = 1e-4
 LENGTHS = (1, 16, 17, 64, 65, 130)
-LAYOUTS = {  # dim, bands, start
-    "whole32": (32, 16, 0),
-    "whole64": (64, 32, 0),
-    "whole80": (80, 40, 0),
-    "whole96": (96, 48, 0),
-    "whole128": (128, 64, 0),
-    "whole192": (192, 96, 0),
-    "whole256": (256, 128, 0),
-    "partial": (80, 16, 0),
-    "odd both": (64, 7, 3),
-    "one band": (32, 1, 30),
-    "none": (64, 0, 0),
-}
-STYLES = pytest.mark.parametrize("style", ["half", "interleaved"])
+ALL_LAYOUTS = pytest.mark.parametrize("where", [*LAYOUTS.values(), (192, 96, 0)], ids=[*LAYOUTS, "whole192"])
 GROUPS = pytest.mark.parametrize("group", [1, 4, 8, 3, 20])
-
-
-def random(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def keys_of(pair: Pair, layer: int) -> Tensor:
@@ -52,23 +36,14 @@ def assert_trig(pair: Pair, queries: Tensor, weights: Tensor | None, layout: Rop
         got = kernels.trig_norm_scores(
             PagedTokens(pair.kernel.layers[layer], pair.device_ids, pair.num_tokens), *there, layout
         )
-        keys = keys_of(pair, layer)
-        wide = None if weights is None else weights.double()
-        want = scoring.trig_norm_scores(keys, queries.double(), wide, layout)
-        size = scoring.trig_norm_scores(keys.abs(), queries.double().abs(), None, layout)
-        if wide is not None:
-            size = size + scoring.trig_norm_scores(keys, queries[:, :0].double(), wide.abs(), layout)
-        assert got.shape == want.shape
-        assert got.dtype == torch.float32
-        assert not got.isnan().any()
-        assert ((got.cpu() - want).abs() <= SUM_ERROR * size + 1e-14).all()
+        check_trig(got, keys_of(pair, layer), queries, weights, layout, SUM_ERROR)
 
 
 @STYLES
-@pytest.mark.parametrize("where", LAYOUTS.values(), ids=LAYOUTS.keys())
+@ALL_LAYOUTS
 def test_trig_norm_of_every_layout(where: tuple[int, int, int], style: str) -> None:
     dim, bands, start = where
-    layout = RopeLayout(torch.linspace(1, 0.01, bands, dtype=torch.float64), style, start)  # type: ignore[arg-type]
+    layout = layout_of(bands, start, style)
     pair = make_pair(Shape(kv_heads=1, group=2, dim=dim, dtype=torch.bfloat16), 70)
     assert_trig(pair, random(2, 1, dim), random(2, bands, seed=2), layout)
 
@@ -79,7 +54,7 @@ def test_trig_norm_of_every_layout(where: tuple[int, int, int], style: str) -> N
 def test_trig_norm_of_every_group(group: int, num_queries: int, dtype: torch.dtype) -> None:
     """Queries and weights together, and each alone."""
     pair = make_pair(Shape(kv_heads=2, dim=32, block_size=4, dtype=dtype), 21)
-    layout = RopeLayout(torch.linspace(1, 0.01, 16, dtype=torch.float64))
+    layout = layout_of(16)
     queries = random(2 * group, num_queries, 32)
     assert_trig(pair, queries, random(2 * group, 16, seed=2), layout)
     assert_trig(pair, queries, None, layout)
@@ -88,7 +63,7 @@ def test_trig_norm_of_every_group(group: int, num_queries: int, dtype: torch.dty
 @pytest.mark.parametrize("num_tokens", LENGTHS)
 def test_trig_norm_of_every_length(num_tokens: int) -> None:
     pair = make_pair(Shape(kv_heads=2, dim=64, layers=2), num_tokens)
-    layout = RopeLayout(torch.linspace(1, 0.01, 32, dtype=torch.float64))
+    layout = layout_of(32)
     assert_trig(pair, random(8, 3, 64), random(8, 32, seed=2), layout)
 
 

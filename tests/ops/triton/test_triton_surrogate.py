@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from paged_oracle import Shape
-from test_triton_scoring import LAYOUTS, LENGTHS, STYLES, random
+from scoring_cases import STYLES, layout_of, random
+from test_triton_scoring import ALL_LAYOUTS, LENGTHS
 from torch import Tensor
 from triton_pair import DEVICE, DTYPES, Pair, make_pair
 
@@ -16,10 +17,6 @@ from kvreclaim.ops.rope import RopeLayout
 
 ERROR = 2e-6
 """Relative to the sum of the terms' magnitudes."""
-
-
-def layout_of(bands: int, start: int = 0, style: str = "half") -> RopeLayout:
-    return RopeLayout(torch.linspace(1, 0.01, bands, dtype=torch.float64), style, start)  # type: ignore[arg-type]
 
 
 def assert_surrogate(pair: Pair, layout: RopeLayout | None, owners: Tensor | None = None) -> None:
@@ -42,7 +39,7 @@ def assert_surrogate(pair: Pair, layout: RopeLayout | None, owners: Tensor | Non
 
 
 @STYLES
-@pytest.mark.parametrize("where", LAYOUTS.values(), ids=LAYOUTS.keys())
+@ALL_LAYOUTS
 def test_every_layout(where: tuple[int, int, int], style: str) -> None:
     dim, bands, start = where
     pair = make_pair(Shape(kv_heads=2, dim=dim, dtype=torch.bfloat16), 70)

@@ -22,6 +22,11 @@ DTYPES = pytest.mark.parametrize(
 )
 
 
+def random(seed: int, *size: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    numbers = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * scale
+    return numbers.to(DEVICE, dtype)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Pair:
     """kernel: a copy of reference's cache on DEVICE; block_ids int64 on the CPU."""
