@@ -161,7 +161,7 @@ def test_launches_of_a_layer_with_packed_weights(tmp_path: Path) -> None:
 
 
 def test_hooks_gradients_and_plain_calls_get_transformers_code(tiny_dir: Callable[[str], Path]) -> None:
-    ours, plain = (load(tiny_dir("qwen3"), kernels) for kernels in ("triton", "torch"))
+    ours, plain = (load(tiny_dir("mistral"), kernels) for kernels in ("triton", "torch"))
     batch = OneText()
     with inputs_handed_out(ours.model):
         close(logits(ours, batch=batch), logits(plain))
