@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,13 @@ def test_a_plain_checkpoint_has_the_same_weights_as_transformers(dtype: str, tmp
     assert all(
         torch.equal(found[name], want[name]) and found[name].dtype is want[name].dtype for name in want
     )
+
+
+def test_weights_loaded_in_inference_mode_are_plain_tensors(tiny_dir: Callable[[str], Path]) -> None:
+    with torch.inference_mode():
+        loaded = load_model(tiny_dir("llama"))
+    assert isinstance(loaded.model, DenseModel)
+    assert not any(each.is_inference() for each in loaded.model.parameters())
 
 
 @torch.inference_mode()

@@ -90,6 +90,7 @@ class LoadedModel:
         return sum(stores.values())
 
 
+@torch.inference_mode(False)  # weights are plain tensors wherever the caller loads them
 def load_model(
     path: str | os.PathLike[str],
     *,
