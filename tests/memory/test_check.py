@@ -118,10 +118,36 @@ def miscount_the_first_blocks(memory):
     memory.pool.index._firsts.clear()
 
 
-DAMAGES = [each for name, each in list(globals().items()) if getattr(each, "__module__", "") == __name__]
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lose_a_block,
+        count_a_reference_too_many,
+        shift_a_reference,
+        queue_a_block_in_use,
+        miscount_the_cached,
+        forget_a_block_in_the_index,
+        cross_two_entries,
+        table_with_a_block_twice,
+        write_past_the_room,
+        more_physical_than_logical,
+        miscount_the_holes,
+        a_hole_that_is_written_next,
+        index_what_is_not_exact,
+        lose_a_written_token,
+        index_after_a_loss,
+        forget_an_entry,
+        go_on_from_another_entry,
+        underestimate_the_peak,
+        miscount_the_free,
+        mark_what_is_not_indexed,
+        unmark_what_is_indexed,
+        pin_without_a_time,
+        pin_too_many,
+        put_aside_what_is_in_use,
+        miscount_the_first_blocks,
+    ],
+)
 def test_damage_is_found(damage):
     memory = MemoryManager(8, 4)
     run(memory, 0, range(10))

@@ -141,7 +141,7 @@ def test_a_kept_config_is_that_of_transformers(family: str, eos: int, tmp_path: 
     monkeypatch.setenv("KVRECLAIM_HOME", str(tmp_path / "home"))
     tiny_gguf.write(tmp_path / "tiny.gguf", family=family, ends={"eos": eos})
     source = GgufSource(tmp_path / "tiny.gguf")
-    kept, whole = gguf_config(source), gguf_config(source, is_kept=False)
+    kept, whole = gguf_config(source), gguf_config(source, of_transformers=True)
     assert isinstance(kept, DenseConfig)
     assert not isinstance(whole, DenseConfig)
     assert config_fields(kept) == config_fields(whole)

@@ -216,6 +216,8 @@ BROKEN = [
     ("hermes", f"```json\n{OTHER}\n```"),
     ("hermes", f"```python\n{BARE}\n```"),
     ("hermes", f"As JSON: {BARE}"),
+    ("hermes", '{"arguments": {"city": 3}, "name": "get_weather"}'),
+    ("hermes", '{"name": "x", "name": "get_weather", "arguments": {"city": 3}}'),
     ("hermes", '```json\n{"city": "Bern"}\n```'),
     ("llama3_json", '{"type": "function", "name": "Alice", "parameters": {}}'),
     ("llama3_json", '{"parameters": {"a": 1}, "name": "Alice"} is JSON'),

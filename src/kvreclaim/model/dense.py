@@ -1,7 +1,7 @@
 """Llama, Mistral, Qwen2 and Qwen3 in plain torch, as transformers computes them.
 
-A module of transformers costs a start two seconds and 140 MB: it imports torch._dynamo, torch.distributed and
-scipy. These modules have its names, structure and order of operations, so whatever watches or replaces a
+Importing a model of transformers imports torch._dynamo, torch.distributed and scipy, which would be most of a
+start. These modules have its names, structure and order of operations, so whatever watches or replaces a
 part of transformers' model does the same here. Tests compare their numbers bit for bit.
 """
 
@@ -37,7 +37,7 @@ def is_dense(config: Any) -> bool:
 
 
 class DenseConfig:
-    """All fields of a config of transformers, whose class would import a second's worth of modules.
+    """All fields of a config of transformers, whose class would be imported with those of all models.
 
     fields:      as its to_dict returns them, in JSON
     default_eos: eos_token_id of its class
@@ -87,10 +87,10 @@ class DenseModel(nn.Module):
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
+        rotation = Rotary(config)
         with torch.device("meta"), _Uninitialised():
-            self.model = DenseDecoder(config, dtype)
+            self.model = DenseDecoder(config, dtype, rotation)
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
-        self.model.rotary_emb = Rotary(config)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -126,13 +126,12 @@ class DenseModel(nn.Module):
 class DenseDecoder(nn.Module):
     """Embeddings, decoder layers and the last norm."""
 
-    rotary_emb: nn.Module
-
-    def __init__(self, config: Any, dtype: torch.dtype) -> None:
+    def __init__(self, config: Any, dtype: torch.dtype, rotation: Rotary) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
         self.layers = nn.ModuleList(DenseLayer(config, i, dtype) for i in range(config.num_hidden_layers))
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.rotary_emb = rotation
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> DenseStates:
         states = self.embed_tokens(input_ids)
@@ -186,18 +185,19 @@ class DenseAttention(nn.Module):
         *,
         kv_batch: KVBatch | None = None,
         layer_input: Tensor | None = None,
-        **_: Any,
+        **others: Any,
     ) -> tuple[Tensor, None]:
+        """others: what transformers passes to every layer, and these do not need"""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         q, k, v = (each(hidden_states).view(shape) for each in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         q, k = (rotated(each, *position_embeddings) for each in (q, k))
-        out, none = paged_attention_forward(
+        out, _ = paged_attention_forward(
             self, q, k, v, None, self.scaling, kv_batch=kv_batch, layer_input=layer_input
         )
-        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1).contiguous()), none
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1).contiguous()), None
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -55,6 +55,8 @@ from kvreclaim.ops.moving import on_device
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TRANSFORMERS_METHODS = ("mxfp4",)
 """Packed weights that transformers itself turns into plain ones."""
+DAMAGED = (SafetensorError, RuntimeError, LookupError, TypeError, ArithmeticError)
+"""What damaged files raise, and sizes that make no model."""
 logger = logging.getLogger(__name__)
 
 
@@ -124,7 +126,7 @@ def load_model(
     name = os.fspath(path)
     target, torch_dtype = resolve_device(device), _resolve_dtype(dtype)
     gguf = GgufSource(Path(name)) if is_gguf(name) else None
-    config = _load_config(name) if gguf is None else gguf_config(gguf, is_kept=not hf_overrides)
+    config = _load_config(name) if gguf is None else gguf_config(gguf, of_transformers=bool(hf_overrides))
     stored, config = config, overridden(config, hf_overrides, name)
     _refuse_unsupported(config, name)
     packed, mapped_bytes = _packed_source(name, config) if gguf is None else gguf, 0
@@ -299,7 +301,7 @@ def _plain_model(name: str, dtype: torch.dtype | str, config: Any) -> Any:
         return None
     try:
         files, model = SafetensorsFiles(Path(name)), DenseModel(config, chosen)
-    except Exception:  # damaged files, or sizes that make no model
+    except (OSError, ValueError, AttributeError, *DAMAGED):
         return None
     if any(key not in files.places for key, _ in model.named_parameters()):
         return None
@@ -328,7 +330,7 @@ def _load_weights(name: str, dtype: torch.dtype | str, config: Any) -> transform
         raise UnsupportedModelError(
             f"{name} cannot run with a custom attention function: {_first_line(error)}"
         ) from error
-    except (SafetensorError, RuntimeError, LookupError, TypeError, ArithmeticError) as error:
+    except DAMAGED as error:
         raise InvalidArgumentError(
             f"the weights of model {name!r} are damaged or do not fit its config ({_first_line(error)}); "
             "download or convert the checkpoint again."

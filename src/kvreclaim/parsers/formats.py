@@ -40,8 +40,8 @@ TOOL_PARSERS: Mapping[str, Callable[[Tools], Parser]] = MappingProxyType(
     }
 )
 """Most names are vLLM's; deepseek_v3 reads V3.1 and R1, too."""
-BARE = {"hermes": HERMES, "llama3_json": LLAMA}
-"""Formats in which an answer may begin with a call without a marker."""
+MARKED = {"hermes": HERMES, "llama3_json": LLAMA}
+"""Calls with a marker, of formats whose parser also reads calls without one."""
 _PARSERS: Mapping[str, Callable[[Tools], Parser]] = {**TOOL_PARSERS, ARRAY: ArrayCalls}
 """Includes the format of calls for models without their own."""
 REASONING_PARSERS: Mapping[str, ThinkFormat | None] = MappingProxyType(
@@ -102,8 +102,8 @@ def calls_in_reasoning(tool_parser: str | None, tools: Tools | None = None) -> C
     """Return a factory of parsers for calls with a marker, which end reasoning; None: such calls do not."""
     if tool_parser is None or tool_parser in (ARRAY, HARMONY):
         return None
-    if tool_parser in BARE:
-        return partial(JsonCalls, BARE[tool_parser], tools)
+    if tool_parser in MARKED:
+        return partial(JsonCalls, MARKED[tool_parser], tools)
     return partial(_PARSERS[tool_parser], tools or {})
 
 

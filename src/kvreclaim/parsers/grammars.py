@@ -142,7 +142,7 @@ class BareShape:
         if self.forced:
             return rf'{self.lead}\{{\s*"(?:{"|".join(FIRST_FIELDS)})"\s*:'
         names = "|".join(escaped(each.name) for each in functions)
-        return rf'{self.lead}{BARE_NAME}\s*"(?:(?:{names})"|[^"\\]*\\)'
+        return rf'{self.lead}{BARE_NAME}\s*"(?:{names})"'
 
 
 BARE_NAME = r'\{\s*"name"\s*:'

@@ -245,8 +245,8 @@ class BareCalls(JsonCalls):
     """An output that begins with the JSON of a call, with or without a marker.
 
     leads: texts before an object without a marker
-    bare:  the format of such calls, if it is not that of calls with a marker; then their functions have to be
-        among the tools
+    bare:  the format of such calls, if it is not that of calls with a marker; the first then begins with the
+        name of a tool
     """
 
     def __init__(
@@ -256,7 +256,10 @@ class BareCalls(JsonCalls):
         bare: JsonFormat | None = None,
         tools: Tools | None = None,
     ) -> None:
-        self._starts = tuple(f'{lead}{{"{field}":' for lead in leads for field in FIRST_FIELDS)
+        starts = [f'{{"{field}":' for field in FIRST_FIELDS]
+        if bare is not None:
+            starts = ["".join(f'{{"name":"{name}"'.split()) for name in tools or ()]
+        self._starts = tuple(lead + start for lead in leads for start in starts)
         self._marked, self._bare = form, bare
         super().__init__(form, tools)
 

@@ -20,8 +20,8 @@ from kvreclaim.sampling_params import SamplingParams
 
 QUOTES = '"""'
 ROLES = ("system", "user", "assistant")
-SAME = {"/?": "/help", "/exit": "/bye", "/show info": "/show"}
-OLLAMAS = {
+ALIASES = {"/?": "/help", "/exit": "/bye"}
+OLLAMA_OPTIONS = {
     "num_ctx": "start with --max-model-len",
     "num_predict": "write max_tokens",
     "repeat_penalty": "write repetition_penalty",
@@ -59,7 +59,7 @@ class Commands:
             "/set": Command(
                 "NAME VALUE", "set a sampling option, or verbose or quiet; alone: list", self._set
             ),
-            "/show": Command("", "model, cache, compression, blocks held and freed", self._show),
+            "/show": Command("[info]", "model, cache, compression, blocks held and freed", self._show),
             "/save": Command("FILE", "write the conversation to a JSON file", self._save),
             "/load": Command("FILE", "go on from such a file", self._load),
             "/bye": Command("", "leave, as ctrl-D does", self._bye),
@@ -67,8 +67,8 @@ class Commands:
 
     def obey(self, line: str) -> None:
         """Run a line that begins with /. Raises: InvalidArgumentError."""
-        line = line.strip()
-        name, _, rest = SAME.get(line, line).partition(" ")
+        name, _, rest = line.strip().partition(" ")
+        name = ALIASES.get(name, name)
         require(
             name in self.known,
             f"{name!r} is no command; /help lists them (a message may begin with {QUOTES}).",
@@ -103,13 +103,14 @@ class Commands:
 
     def _set_sampling(self, name: str, text: str) -> None:
         known = {key: each for key, each in settings_of(SamplingParams).items() if each.spec.help}
-        require(name in known, f"{name!r} is no option; {OLLAMAS.get(name, '/set lists them')}.")
+        require(name in known, f"{name!r} is no option; {OLLAMA_OPTIONS.get(name, '/set lists them')}.")
         require(bool(text), f"{name} has no value; write /set {name} VALUE.", name)
         value = _value(known[name], text)
         self.dialogue.params = replace(self.dialogue.params, **{name: value})
         say(f"{name}: {value}")
 
-    def _show(self, _: str) -> None:
+    def _show(self, what: str) -> None:
+        require(what in ("", "info"), f"/show takes nothing or info, and got {what!r}; leave it out.")
         print_table(show_rows(self.dialogue))
 
     def _save(self, name: str) -> None:

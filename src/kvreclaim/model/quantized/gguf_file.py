@@ -208,14 +208,15 @@ def _read_faster(parts: Path) -> None:
         each.write_text(text, encoding="utf-8")
 
 
-def gguf_config(source: GgufSource, *, is_kept: bool = True) -> Any:
-    """Return the config of a GGUF file: transformers', or with is_kept a DenseConfig of a DenseModel.
+def gguf_config(source: GgufSource, *, of_transformers: bool = False) -> Any:
+    """Return the config of a GGUF file: a DenseConfig where one is kept, else transformers' own, which checks
+    changes.
 
     Raises: UnsupportedModelError, InvalidArgumentError.
     """
     parts = gguf_parts(source)
     kept = parts / KEPT_CONFIG
-    if is_kept and kept.is_file():
+    if not of_transformers and kept.is_file():
         return DenseConfig(**json.loads(kept.read_text(encoding="utf-8")))
     return _whole_config(source, parts)
 
