@@ -74,12 +74,12 @@ class Rows(list[Row]):
 
 
 def answered(row: Row, at: At) -> str:
-    """`ok`, or what the server or the client said."""
+    """`ok`, with figures if the row has some, or what the server or the client said."""
     try:
-        row.work(at)
+        figures = row.work(at)
     except BaseException as error:
         return said(error)
-    return "ok"
+    return f"ok: {figures}" if figures else "ok"
 
 
 def said(error: BaseException) -> str:

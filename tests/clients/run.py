@@ -19,7 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,22 +27,35 @@ from kvreclaim import demo_model, real_model
 
 HERE = Path(__file__).parent
 NODE = "node_rows.mjs"
-FILES = ("openai_rows.py", "anthropic_rows.py", "framework_rows.py", "tool_rows.py", NODE)
+AGENTS = "agent_rows.py"
+FILES = ("openai_rows.py", "anthropic_rows.py", "framework_rows.py", "tool_rows.py", NODE, AGENTS)
+BUDGET = ("--kv-budget", "20%", "--kv-compression-calibrate")
+"""Options of a second server, for sessions of agents."""
 WHOLE, SKIPPED = "the whole file", "skipped"
 NAME = "served-model"
 PATIENCE_S, LIMIT_S = 900.0, 1800.0
 
 
 @contextmanager
-def serving(model: str, log: Path) -> Iterator[str]:
+def serving(model: str, log: Path, options: Sequence[str] = ()) -> Iterator[str]:
     """The address of a server of the model. Raises: RuntimeError where it does not start."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url, started = f"http://127.0.0.1:{port}", time.monotonic()
-    command = [Path(sys.executable).parent / "kvreclaim", "serve", "--model", model, "--port", str(port)]
+    command = [
+        Path(sys.executable).parent / "kvreclaim",
+        "serve",
+        "--model",
+        model,
+        "--port",
+        str(port),
+        *options,
+    ]
     with log.open("wb") as stream:
-        process = subprocess.Popen([*command, "--served-model-name", NAME], stdout=stream, stderr=stream)
+        process = subprocess.Popen(
+            [*command, "--served-model-name", NAME, *options], stdout=stream, stderr=stream
+        )
         try:
             while not _answers(f"{url}/health"):
                 if process.poll() is not None or time.monotonic() - started > PATIENCE_S:
@@ -114,15 +127,17 @@ def main() -> int:
     if not names:
         parser.error(f"--only {given.only!r} is part of no file's name: {', '.join(FILES)}")
     came: Counter[str] = Counter()
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        serving(given.model, Path(directory) / "server.log") as url,
-    ):
-        print("| client | what | answer |\n|---|---|---|", flush=True)
-        for client, what, answer in answers(names, given.env, url, given.model):
-            skipped = answer.startswith(SKIPPED)
-            came["ok" if answer == "ok" else SKIPPED if skipped else "not ok"] += 1
-            print(f"| {client} | {what} | {answer} |", flush=True)
+    print("| client | what | answer |\n|---|---|---|", flush=True)
+    servers = [((), "", names)] + [(BUDGET, ", 20 % of the bytes", [AGENTS])] * (AGENTS in names)
+    for options, cache, served in servers:
+        with (
+            tempfile.TemporaryDirectory() as directory,
+            serving(given.model, Path(directory) / "server.log", options) as url,
+        ):
+            for client, what, answer in answers(served, given.env, url, given.model):
+                kind = next((each for each in ("ok", SKIPPED) if answer.startswith(each)), "not ok")
+                came[kind] += 1
+                print(f"| {client} | {what}{cache} | {answer} |", flush=True)
     print(f"rows: {came['ok']} ok, {came['not ok']} not ok, {came[SKIPPED]} skipped")
     return 0 if came["ok"] and not came["not ok"] else 1
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -12,6 +14,7 @@ import torch
 from settings import assert_idle
 
 from kvreclaim import LLM, CompressionConfig, SamplingParams, StructuredOutputsParams
+from kvreclaim.engine.features.structured_outputs import grammar
 from kvreclaim.engine.features.structured_outputs.feature import StructuredOutputs
 from kvreclaim.engine.features.structured_outputs.grammar import Grammars
 from kvreclaim.engine.request.spec import RequestSpec
@@ -250,6 +253,31 @@ def test_a_prepared_grammar_is_not_made_when_its_request_is_added(
     monkeypatch.setattr(Grammars, "_made", lambda *_: pytest.fail("made by the engine's thread"))
     (out,) = llm.generate([PROMPT], params)
     assert out.outputs[0].text == "prepared"
+
+
+def test_the_next_mask_is_made_by_another_thread_before_it_is_needed(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only if the last token needed one."""
+    threads: list[threading.Thread] = []
+    fill = grammar._fill
+
+    def recorded(*args: Any) -> None:
+        threads.append(threading.current_thread())
+        fill(*args)
+
+    monkeypatch.setattr(grammar, "_fill", recorded)
+    token = llm.tokenizer.encode("a", add_special_tokens=False)[0]
+    begun = llm.engine.feature(StructuredOutputs).grammars.begin(StructuredOutputsParams(regex="[ab]+c"))
+    counts = []
+    for needs_mask in (False, True, True, False, False):
+        if needs_mask:
+            begun.restrict(torch.zeros(1, llm.loaded.vocab_size), [0], [begun])
+        counts.append(len(threads))
+        begun.take(token)
+        assert not begun.may_end  # waits for the thread
+    assert counts == [0, 1, 2, 3, 3]
+    assert threading.main_thread() not in threads
 
 
 @pytest.mark.parametrize("given", GIVEN, ids=str)

@@ -8,9 +8,11 @@ leaves that out (docs/log.md).
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -19,6 +21,7 @@ import numpy as np
 import torch
 from llguidance import TokenizerWrapper
 from llguidance.hf import from_tokenizer
+from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -44,10 +47,23 @@ Matcher = llguidance.LLMatcher
 
 
 class OutputGrammar:
-    """The grammar of one output, and how far the output follows it; an OutputRule."""
+    """The grammar of one output, and how far the output follows it; an OutputRule.
+
+    If the last token needed a mask, the next one's is made by another thread, beside the engine's step.
+    """
 
     def __init__(self, matcher: Matcher) -> None:
-        self.matcher = matcher
+        self._matcher = matcher
+        self._mask = np.zeros(0, dtype=np.uint32)
+        self._made: Future[None] | None = None
+        self._is_needed = False
+
+    @property
+    def matcher(self) -> Matcher:
+        """The state after the last token, used by no other thread."""
+        if self._made is not None:
+            self._made.result()
+        return self._matcher
 
     @property
     def may_end(self) -> bool:
@@ -61,19 +77,26 @@ class OutputGrammar:
         return self.matcher.validate_tokens([token]) == 1
 
     def take(self, token: int) -> bool:
-        if not self.matcher.consume_token(token):
-            raise _broken(self.matcher)
-        return self.matcher.is_stopped()
+        matcher, was_needed = self.matcher, self._is_needed
+        self._made, self._is_needed = None, False
+        if not matcher.consume_token(token):
+            raise _broken(matcher)
+        is_complete = matcher.is_stopped()
+        if was_needed and not is_complete:
+            self._make_mask(len(self._mask))
+        return is_complete
 
     @staticmethod
     def restrict(logits: Tensor, places: list[int], rules: Sequence[OutputGrammar]) -> None:
         vocab = logits.shape[-1]
-        words = np.zeros((len(places), (vocab + 31) // 32), dtype=np.uint32)
-        pairs = [(rule.matcher, row) for row, rule in enumerate(rules)]
-        _executor().unsafe_compute_mask_ptr(pairs, words.ctypes.data, words[0].nbytes, len(words))
-        for matcher, _ in pairs:
-            if matcher.is_error():
-                raise _broken(matcher)
+        for rule in rules:
+            rule._is_needed = True
+            if rule._made is None:
+                rule._make_mask((vocab + 31) // 32)
+        for rule in rules:
+            if rule.matcher.is_error():
+                raise _broken(rule.matcher)
+        words = np.stack([rule._mask for rule in rules])
         bits = np.unpackbits(~words.view(np.uint8), axis=-1, count=vocab, bitorder="little")
         barred = torch.from_numpy(bits.view(np.bool_)).to(logits.device)
         if len(places) == len(logits):
@@ -81,6 +104,10 @@ class OutputGrammar:
             return
         for place, row in zip(places, barred, strict=True):
             logits[place].masked_fill_(row, float("-inf"))  # in place: [N, V] is much to copy
+
+    def _make_mask(self, num_words: int) -> None:
+        self._mask = np.zeros(num_words, dtype=np.uint32)
+        self._made = _threads().submit(_fill, self._matcher, self._mask)
 
 
 class Grammars:
@@ -235,7 +262,12 @@ def _shortened(reason: str) -> str:
     return " ".join(reason.split())[:300].rstrip(".")
 
 
+def _fill(matcher: Matcher, mask: NDArray[np.uint32]) -> None:
+    """Write the bits of the tokens that may come next. Keeps the mask alive if its output is aborted."""
+    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+
+
 @cache
-def _executor() -> llguidance.LLExecutor:
-    """Threads that make masks of one batch together."""
-    return llguidance.LLExecutor()
+def _threads() -> ThreadPoolExecutor:
+    """Threads that make masks; llguidance needs no GIL for that."""
+    return ThreadPoolExecutor(min(32, os.cpu_count() or 1), "mask")
