@@ -33,20 +33,20 @@ def calibrated(text, *options):
 
 
 def test_covariance_is_kept_unless_refused(text):
-    stats, said = calibrated(text, "--centers", "2")
+    stats, output = calibrated(text, "--centers", "2")
     meta = stats.metadata
     assert stats.q_cov.shape == (meta.num_layers, meta.num_heads, meta.head_dim, meta.head_dim)
-    assert "with covariance" in said
-    stats, said = calibrated(text, "--centers", "2", "--no-covariance")
+    assert "with covariance" in output
+    stats, output = calibrated(text, "--centers", "2", "--no-covariance")
     assert stats.q_cov is None
-    assert "with covariance" not in said
+    assert "with covariance" not in output
 
 
 def test_centres_of_kv_heads(text):
-    stats, said = calibrated(text, "--centers", "3", "--shared-centers")
+    stats, output = calibrated(text, "--centers", "3", "--shared-centers")
     assert stats.metadata.shared_centers
     assert stats.centers.shape[1] == stats.metadata.num_kv_heads
-    assert "3 centres per KV head" in said
+    assert "3 centres per KV head" in output
 
 
 def test_a_trial_on_held_out_windows_is_printed_and_kept(tmp_path, tiny_dir):
@@ -95,7 +95,7 @@ def test_without_output_the_cache_directory_keeps_them_for_auto(tmp_path, tiny_d
         assert "calibrated now" not in result.stderr
 
 
-def test_generate_calibrates_first_where_that_is_asked(tmp_path, tiny_dir, monkeypatch):
+def test_generate_calibrates_first_with_the_option(tmp_path, tiny_dir, monkeypatch):
     monkeypatch.setenv("KVRECLAIM_HOME", str(tmp_path))
     command = ["generate", "--model", str(tiny_dir("llama")), "--prompt", "a", "--max-tokens", "2"]
     result = CliRunner().invoke(app, [*command, "--num-blocks", "200", "--kv-compression-calibrate"])
@@ -144,9 +144,9 @@ def test_a_loss_curve_is_added_printed_and_kept(tmp_path, tiny_dir):
     reading = ["--max-tokens", "2400", "--centers", "2"]
     result = CliRunner().invoke(app, ["calibrate", "--model", model, "-o", str(first), *reading])
     assert result.exit_code == 0, result.output
-    asked = ["--stats", str(first), "--curve", "192", "--curve-documents", "19", "--max-tokens", "2400"]
-    asked += ["--curve-formats", "int4"]
-    result = CliRunner().invoke(app, ["calibrate", "--model", model, "-o", str(output), *asked])
+    arguments = ["--stats", str(first), "--curve", "192", "--curve-documents", "19", "--max-tokens", "2400"]
+    arguments += ["--curve-formats", "int4"]
+    result = CliRunner().invoke(app, ["calibrate", "--model", model, "-o", str(output), *arguments])
     assert result.exit_code == 0, result.output
     assert "38 documents for the loss curve in auto, int4: about" in result.stdout
     before, after = (QueryStats.load(file).metadata for file in (first, output))

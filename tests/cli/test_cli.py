@@ -41,14 +41,14 @@ def run(*arguments):
 def test_version():
     first, *facts = run("--version").stdout.splitlines()
     assert first.split() == ["kvreclaim", __version__]
-    said = dict(fact.strip().split(": ", 1) for fact in facts)
-    assert said["Python"].startswith(platform.python_version())
-    assert said["torch"] == torch.__version__
-    assert re.fullmatch(r"[0-9a-f]{40}|unknown", said["commit"])
+    versions = dict(fact.strip().split(": ", 1) for fact in facts)
+    assert versions["Python"].startswith(platform.python_version())
+    assert versions["torch"] == torch.__version__
+    assert re.fullmatch(r"[0-9a-f]{40}|unknown", versions["commit"])
     if native.unavailable_reason() is None:
-        assert said["used on this CPU"] == native.describe().split("(")[1].split(",")[0]
-        assert set(native.supported_isas()) <= set(said["instruction sets built"].split(", "))
-        assert re.match(r"(gcc|clang) \d+\.", said["native extension"])
+        assert versions["used on this CPU"] == native.describe().split("(")[1].split(",")[0]
+        assert set(native.supported_isas()) <= set(versions["instruction sets built"].split(", "))
+        assert re.match(r"(gcc|clang) \d+\.", versions["native extension"])
 
 
 def test_version_says_why_there_are_no_kernels(monkeypatch):
@@ -105,10 +105,10 @@ def test_policies_are_listed():
     head, *rows = (line.strip().split(maxsplit=3) for line in run("policies").stdout.splitlines())
     assert head == ["policy", "calibration", "heads", "keeps"]
     assert [row[0] for row in rows] == list(policy_names())
-    told = {row[0]: row[1:3] for row in rows}
-    assert told["knorm"] == ["no", "equal"]
-    assert told["query_mixture"] == ["yes", "equal"]
-    assert told["shares"] == ["yes", "unequal"]
+    traits = {row[0]: row[1:3] for row in rows}
+    assert traits["knorm"] == ["no", "equal"]
+    assert traits["query_mixture"] == ["yes", "equal"]
+    assert traits["shares"] == ["yes", "unequal"]
     assert all(len(row) == 4 for row in rows)
     assert {row[0]: row[3] for row in rows}["keydiff"].endswith("the mean direction of all live keys")
 

@@ -63,7 +63,7 @@ def test_the_demo_model_speaks_its_own_tasks(tmp_path):
     assert ours["blocks_freed"] > 0
 
 
-def test_formats_are_compared_and_the_best_mix_is_told(model, tmp_path):
+def test_formats_are_compared_and_the_best_mix_is_printed(model, tmp_path):
     arguments = ("--policies", "full,knorm", "--budgets", "0.3", "--kv-cache-dtype", "fp32,fp8")
     result = run(model, *arguments, "--tasks", "agreement", "--json", tmp_path / "x.json")
     assert result.exit_code == 0, result.output

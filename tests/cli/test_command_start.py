@@ -60,9 +60,9 @@ def test_generate_imports_no_other_command_and_no_other_room(tmp_path: Path, com
     given = ["--model", str(tmp_path / "tiny.gguf"), "--num-blocks", "16", "--max-tokens", "1"]
     done = run(GENERATE.format(arguments=["generate", "--prompt", "ab", *given, *compression]), tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
-    *said, last = done.stdout.splitlines()
-    assert [line for line in said if line.startswith("torch ")] == ["torch alone"]
-    assert [line for line in said if line.startswith("transformers ")] == ["transformers alone"]
+    *lines, last = done.stdout.splitlines()
+    assert [line for line in lines if line.startswith("torch ")] == ["torch alone"]
+    assert [line for line in lines if line.startswith("transformers ")] == ["transformers alone"]
     loaded = last.split()
     assert "kvreclaim.engine.step.engine" in loaded
     assert [

@@ -1,4 +1,4 @@
-"""Options from the fields of configs: each arrives, none is ignored, and none needs torch to be told."""
+"""Options from the fields of configs: each arrives, none is ignored, and none needs torch."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_command_has_defaults_of_its_own() -> None:
     assert run(group, "--max-tokens", "3") == SamplingParams(max_tokens=3, temperature=0.0)
 
 
-def test_what_is_not_given_is_told_apart_from_nought() -> None:
+def test_what_is_not_given_differs_from_nought() -> None:
     assert run(Compression) is None
     config = run(Compression, "--kv-compression", "knorm", "--kv-sinks", "0", "--kv-protect-prompt")
     assert (config.policy, config.sinks, config.budget, config.protect_prompt) == ("knorm", 0, 2048, True)

@@ -45,17 +45,17 @@ def test_threads_end_and_callbacks_run_but_nothing_is_freed(end: str, code: int)
 
 
 @pytest.mark.parametrize(
-    ("end", "said"),
+    ("end", "message"),
     [("sys.exit('why not')", "why not\n"), ("raise RuntimeError('a bug')", "RuntimeError: a bug\n")],
 )
-def test_a_process_that_fails_says_so(end: str, said: str) -> None:
+def test_a_process_that_fails_says_so(end: str, message: str) -> None:
     done = run(PROGRAM.format(end=end))
     assert done.returncode == 1
-    assert done.stderr.endswith(said)
+    assert done.stderr.endswith(message)
     assert "at exit" in done.stdout
 
 
-def test_output_that_nobody_reads_is_no_success() -> None:
+def test_output_without_a_reader_is_no_success() -> None:
     writing = "import sys; sys.stdout.write('x'); sys.exit(0)"
     program = f"""
 import os, sys

@@ -60,10 +60,10 @@ def test_ls_shows_what_is_here(models: Path) -> None:
     assert result.exit_code == 0, result.output
     head, *rows = (line.split() for line in result.stdout.splitlines())
     assert head == ["name", "size", "modified", "weights", "context", "statistics"]
-    told = {row[0]: row[1:] for row in rows}
-    assert list(told) == ["broken", "own", "owner--packed", "plain", "plain/tiny.gguf"]
-    assert told["plain"][:4] == [f"{num_bytes_of(models / 'plain') / 1e6:,.0f}", "MB", "2026-05-04", "03:02"]
-    about = {name: " ".join(row[4:]) for name, row in told.items()}
+    cells = {row[0]: row[1:] for row in rows}
+    assert list(cells) == ["broken", "own", "owner--packed", "plain", "plain/tiny.gguf"]
+    assert cells["plain"][:4] == [f"{num_bytes_of(models / 'plain') / 1e6:,.0f}", "MB", "2026-05-04", "03:02"]
+    about = {name: " ".join(row[4:]) for name, row in cells.items()}
     assert about == {
         "broken": "? ? no",
         "own": "float32 ? no",
@@ -168,10 +168,10 @@ ODD_NAME = "e\x1b[31mvil\n\udcff.gguf"
 
 
 def test_files_that_cannot_be_read_are_listed_and_removed(models: Path) -> None:
-    """Their names and what they say may hold control sequences, or no text at all."""
+    """Their names and contents may hold control sequences, or no text at all."""
     whole = (models / "plain" / "tiny.gguf").read_bytes()
-    told = whole.replace(b"llama.context_length", b"llama.\x1b]0;OWNED\x07_le")
-    for name, content in {"cut.gguf": whole[:300], ODD_NAME: told[:900], "none.gguf": b""}.items():
+    forged = whole.replace(b"llama.context_length", b"llama.\x1b]0;OWNED\x07_le")
+    for name, content in {"cut.gguf": whole[:300], ODD_NAME: forged[:900], "none.gguf": b""}.items():
         (models / name).write_bytes(content)
     (models / "own" / "gone.gguf").symlink_to("nowhere")
     (models / "own" / "folder.gguf").mkdir()

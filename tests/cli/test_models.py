@@ -40,23 +40,23 @@ def run(*arguments: object):
 
 
 def test_without_a_name_it_is_the_toy_which_says_so(home: Path) -> None:
-    told: list[str] = []
-    assert model_of(None, told.append) == demo_model()
-    assert told == [
+    printed: list[str] = []
+    assert model_of(None, printed.append) == demo_model()
+    assert printed == [
         "model: the demo model, a toy for tests; `make real-model` or `kvreclaim fetch` brings a real one"
     ]
 
 
 def test_without_a_name_it_is_the_real_model_once_it_is_there(fetched: Path) -> None:
-    told: list[str] = []
-    assert model_of(None, told.append) == fetched
-    assert told == [f"model: {REAL_MODEL} in {fetched}"]
+    printed: list[str] = []
+    assert model_of(None, printed.append) == fetched
+    assert printed == [f"model: {REAL_MODEL} in {fetched}"]
 
 
 def test_what_is_named_is_taken_in_silence(fetched: Path) -> None:
-    told: list[str] = []
-    assert model_of("demo", told.append) == demo_model()
-    assert told == []
+    printed: list[str] = []
+    assert model_of("demo", printed.append) == demo_model()
+    assert printed == []
 
 
 def test_every_command_takes_it(fetched: Path, tmp_path: Path) -> None:
@@ -143,10 +143,10 @@ def test_the_real_model_answers_a_question(real_dir: Path) -> None:
 
 def test_a_long_talk_in_a_quarter_of_the_memory(real_dir: Path) -> None:
     text = " ".join(f"Line {i} of the list is about the number {i * 7}." for i in range(60))
-    asked = f"{text}\n\n{QUESTION}"
+    prompt = f"{text}\n\n{QUESTION}"
     compression = ("--kv-compression", "streaming_llm", "--kv-budget", 256, "--kv-compression-interval", 64)
     result = run(
-        "generate", "--model", real_dir, "--chat", "--prompt", asked, "--max-tokens", 16, *compression
+        "generate", "--model", real_dir, "--chat", "--prompt", prompt, "--max-tokens", 16, *compression
     )
     assert result.exit_code == 0, result.output
     [row] = [line for line in result.stderr.splitlines() if "blocks_freed" in line]

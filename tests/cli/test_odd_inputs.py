@@ -160,20 +160,20 @@ def test_a_trace_of_one_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"),
+    ("arguments", "reason"),
     [
         (("--prompt", "9000000"), "the prompt leaves no token below max_model_len: 3"),
         (("--max-model-len", "20"), "the prompt leaves no token below max_model_len: 3"),
     ],
 )
-def test_requests_that_are_all_refused(arguments: tuple[str, ...], why: str) -> None:
-    """What is not defined is a dash; how many were refused, and why, is said."""
+def test_requests_that_are_all_refused(arguments: tuple[str, ...], reason: str) -> None:
+    """A figure that is not defined is a dash; the number of refusals and their reason are printed."""
     result = run(*DRAWN, *arguments, "--slo", "ttft=1s", "--json", "out.json")
     assert result.exit_code == 0
-    assert f"3 ({why})" in result.stdout
+    assert f"3 ({reason})" in result.stdout
     assert "– / –" in result.stdout
-    said = json.loads(Path("out.json").read_text())
-    assert (said["refused"], said["requests"], said["ttft_s"]) == (3, 0, {})
+    report = json.loads(Path("out.json").read_text())
+    assert (report["refused"], report["requests"], report["ttft_s"]) == (3, 0, {})
     for axis in ("replicas", "rate", "max_num_seqs"):
         assert "none" in run(*DRAWN, *arguments, "--slo", "ttft=1s", "--search", axis).stdout
 

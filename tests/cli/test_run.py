@@ -49,8 +49,8 @@ def llm(tiny_dir) -> LLM:
 def talk(llm: LLM) -> Iterator[Callable[..., Dialogue]]:
     """A conversation in an engine that remembers nothing; all blocks come back."""
 
-    def begin(compression: CompressionConfig | None = None, **said) -> Dialogue:
-        return Dialogue(llm, GREEDY, compression, **said)
+    def begin(compression: CompressionConfig | None = None, **options) -> Dialogue:
+        return Dialogue(llm, GREEDY, compression, **options)
 
     yield begin
     llm.engine.reset_prefix_cache()
@@ -232,8 +232,8 @@ def test_a_file_with_other_roles_is_refused(tmp_path) -> None:
 
 def test_reasoning_is_apart_and_given_back(directory: Path, capsys) -> None:
     llm = LLM(directory, num_blocks=64)
-    said = StructuredOutputsParams(choice=["<think>ab</think>cd"])
-    params = SamplingParams(temperature=0.0, max_tokens=40, structured_outputs=said)
+    structured = StructuredOutputsParams(choice=["<think>ab</think>cd"])
+    params = SamplingParams(temperature=0.0, max_tokens=40, structured_outputs=structured)
     dialogue = Dialogue(llm, params, None)
     assert merged(dialogue.ask("stop")) == [Reasoning("ab"), Text("cd")]
     spoken = {"role": "assistant", "content": "cd", "reasoning_content": "ab"}
@@ -330,6 +330,6 @@ def test_compression_is_auto_where_there_are_statistics(real_dir: Path, capsys) 
     llm = LLM(real_dir, num_blocks=64)
     config = compression_for(llm)
     assert config == llm.resolved(CompressionConfig())
-    told = capsys.readouterr().err
-    assert told.startswith(f"compression: {config.policy}, 2,048 tokens per KV head; ")
-    assert told.endswith("--kv-compression full keeps every token\n")
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"compression: {config.policy}, 2,048 tokens per KV head; ")
+    assert printed.endswith("--kv-compression full keeps every token\n")

@@ -1,4 +1,4 @@
-"""`kvreclaim serve`: what its options become, and how a mistake is said."""
+"""`kvreclaim serve`: what its options become, and the messages of mistakes."""
 
 from __future__ import annotations
 
@@ -64,23 +64,23 @@ def test_without_further_options_it_is_on_loopback(started: list) -> None:
     ],
 )
 def test_the_start_is_described(monkeypatch, arguments: tuple, words: tuple[str, ...]) -> None:
-    told: list[str] = []
+    lines: list[str] = []
 
     def serve(engine, config, listener) -> bool:
         port = listener.getsockname()[1]
-        told.extend(facts_of_start(engine.served, config, listener))
-        assert told[0].startswith(f"serving kvreclaim-demo at http://127.0.0.1:{port} ")
+        lines.extend(facts_of_start(engine.served, config, listener))
+        assert lines[0].startswith(f"serving kvreclaim-demo at http://127.0.0.1:{port} ")
         model = engine.llm.loaded.model.config
         token_bytes = 2 * 4 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
-        assert f", {65_536 * token_bytes / (1 << 30):.2f} GiB of fp32" in told[3]
+        assert f", {65_536 * token_bytes / (1 << 30):.2f} GiB of fp32" in lines[3]
         return listener.close() is None
 
     monkeypatch.setattr("kvreclaim.server.entry.run.serve", serve)
     monkeypatch.setattr("kvreclaim.cli.serve.configure_logging", lambda *_, **__: None)
     assert run(*arguments, "--num-blocks", 4096).exit_code == 0
-    assert "pool: 4,096 blocks of 16 tokens, 65,536 tokens" in told[3]
-    for each in words:
-        assert any(each in line for line in told)
+    assert "pool: 4,096 blocks of 16 tokens, 65,536 tokens" in lines[3]
+    for text in words:
+        assert any(text in line for line in lines)
 
 
 def test_every_option_arrives(started: list, tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""Responses asked for over HTTP, and their events, read by the types of OpenAI's client."""
+"""Requests to /v1/responses over HTTP; OpenAI's client types validate the responses and the events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def post(server: Running, body: dict[str, Any], key: str = "any") -> Any:
 
 
 def ask(server: Running, key: str = "any", **body: Any) -> dict[str, Any]:
-    """A response as it came; the client's types hold it."""
+    """Return the response as JSON, validated by the client's type."""
     answer = post(server, body, key)
     assert answer.status_code == 200, answer.text
     Response.model_validate(answer.json(), strict=True)
@@ -35,8 +35,8 @@ def refused(server: Running, status: int = 400, **body: Any) -> tuple[str | None
 
 
 def events(server: Running, **body: Any) -> list[dict[str, Any]]:
-    """All events of a stream, each as it came; the client's types hold it."""
-    found = []
+    """Return all events of a stream as JSON, each validated by the client's type."""
+    received = []
     with web.stream(
         "POST", f"{server.base_url}/v1/responses", json={"model": MODEL, **body, "stream": True}
     ) as answer:
@@ -51,18 +51,18 @@ def events(server: Running, **body: Any) -> list[dict[str, Any]]:
                 assert data["type"] == name
                 event = EVENT.validate_python(data)
                 assert event.type == name
-                found.append(data)
-    assert [event["sequence_number"] for event in found] == list(range(len(found)))
-    return found
+                received.append(data)
+    assert [event["sequence_number"] for event in received] == list(range(len(received)))
+    return received
 
 
 def outline(item: dict[str, Any]) -> Any:
-    """What an item says, without what is its own."""
+    """Return an item without its ids."""
     kept = {name: value for name, value in item.items() if name not in ("id", "call_id")}
     return kept
 
 
-def said(response: dict[str, Any]) -> list[tuple[str, str]]:
+def outputs(response: dict[str, Any]) -> list[tuple[str, str]]:
     """(type, text or arguments) of each output item."""
     return [
         (item["type"], item["arguments"] if "arguments" in item else item["content"][0]["text"])

@@ -1,4 +1,4 @@
-"""A model that can be made to say anything, in order, by a request's own fields."""
+"""A model whose output a request's own fields determine, word by word."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def save_speaker(directory: Path, chat_template: str) -> Path:
 
 
 def saying(*words: str) -> dict[str, Any]:
-    """Fields of a request that is answered by these words, each of them once, and an end: each is biased
-    less than the one before it, and what has been said is penalised."""
+    """Fields of a request that make the model generate these words, each of them once, and an end: each is
+    biased less than the one before it, and words that have been generated are penalised."""
     assert len(words) == len(set(words)) <= MAX_WORDS
-    said = [*words, "<eos>"]
-    bias = {str(WORDS.index(word)): 100.0 - 10.0 * place for place, word in enumerate(said)}
+    output = [*words, "<eos>"]
+    bias = {str(WORDS.index(word)): 100.0 - 10.0 * place for place, word in enumerate(output)}
     return {"temperature": 0.0, "repetition_penalty": 100.0, "logit_bias": bias}

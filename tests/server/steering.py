@@ -48,7 +48,7 @@ def paused(server: Running) -> Iterator[None]:
 
 @contextmanager
 def stepping(server: Running, may: Callable[[], object]) -> Iterator[None]:
-    """The engine does what it is told, but takes a step only where may() holds; asked in its thread."""
+    """Let the engine handle every call, but step only where may() holds; its thread evaluates may()."""
     host = server.service.engine.host
     step = host.step
 
@@ -112,7 +112,7 @@ def blocks_in_use(server: Running) -> int:
 
 
 def assert_empty(server: Running) -> None:
-    """Nothing runs, and no block is held by anybody: as /load says, and as the pool itself finds."""
+    """Nothing runs, and no request holds a block: as /load reports, and as the pool's own check finds."""
     engine = server.service.engine
     until(lambda: engine.num_requests == 0)
     checked = asyncio.run_coroutine_threadsafe(engine.call(_check), server.loop)
@@ -132,8 +132,8 @@ def _check(host: EngineCore) -> None:
     assert not engine.scheduler.running
 
 
-class Asking:
-    """A request on its way, in a thread of its own."""
+class PendingRequest:
+    """A request that a thread of its own sends."""
 
     def __init__(self, server: Running, path: str, body: dict[str, Any], key: str | None = None) -> None:
         self._server, self._path, self._body, self._key = server, path, body, key

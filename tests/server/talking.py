@@ -1,4 +1,4 @@
-"""A server with much to set, and what it answers."""
+"""A server with many settings, and a client that returns its answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvreclaim import LLM
 
 OTHER_NAME = "another-name"
 PROMPT = "the end of the story, then the stop"
-SAID = [{"role": "user", "content": PROMPT}]
+MESSAGES = [{"role": "user", "content": PROMPT}]
 EOS = 262
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{{ tools | tojson if tools }}{{ mood }}"
@@ -37,7 +37,7 @@ def save_model(directory: Path) -> Path:
 
 
 class Talker:
-    """Asks, and says what came."""
+    """Send requests and return the answers."""
 
     def __init__(self, running: Running, oracle: LLM) -> None:
         self.running = running
@@ -47,7 +47,7 @@ class Talker:
         return self.post("/v1/completions", {"model": MODEL, "prompt": PROMPT, **fields})
 
     def chat(self, **fields: Any) -> dict[str, Any]:
-        return self.post("/v1/chat/completions", {"model": MODEL, "messages": SAID, **fields})
+        return self.post("/v1/chat/completions", {"model": MODEL, "messages": MESSAGES, **fields})
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         answer = web.post(self.running.base_url + path, json=body)
@@ -58,20 +58,20 @@ class Talker:
         return self.completion(**fields)["choices"][0]["text"]
 
     def refused(self, path: str = "/v1/completions", **fields: Any) -> str:
-        ask = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": SAID}
-        answer = web.post(self.running.base_url + path, json={"model": MODEL, **ask, **fields})
+        default = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": MESSAGES}
+        answer = web.post(self.running.base_url + path, json={"model": MODEL, **default, **fields})
         assert answer.status_code in (400, 404), answer.text
         return answer.json()["error"]["param"]
 
     def prompt(self, **fields: Any) -> str:
-        """What a chat's model got to read."""
+        """The prompt that the model of a chat reads."""
         ids = self.chat(return_token_ids=True, max_tokens=1, **fields)["prompt_token_ids"]
         return self.oracle.tokenizer.decode(ids)
 
 
 @contextmanager
 def talker(directory: Path) -> Iterator[Talker]:
-    """It has two names, four seats and priorities; the oracle is the same model without a server."""
+    """A server of two names, four seats and priorities; the oracle is the same model without a server."""
     save_model(directory)
     llm = LLM(directory, num_blocks=256, max_num_seqs=4, scheduling_policy="priority")
     with running_server(llm, served_model_name=(MODEL, OTHER_NAME), chat_template=TEMPLATE) as running:

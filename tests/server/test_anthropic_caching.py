@@ -65,7 +65,7 @@ class Cached:
         return self.client.messages.count_tokens(model=MODEL, messages=messages, **given).input_tokens
 
     def fill(self, num_blocks: int, name: str) -> None:
-        """Let others use so many blocks, none of which is asked for again."""
+        """Let other prompts use so many blocks, none of which is used again."""
         while num_blocks > 0:
             usage = self.ask(None, f"{num_blocks:4} {name} " + "y" * 380)
             assert usage.cache_read_input_tokens < SIZE

@@ -121,9 +121,9 @@ def test_what_is_far_too_long_is_refused_before_it_is_rendered(own: Running, par
     schema = {"description": text} if part == "tools" else {}
     more = {"system": text if part == "system" else "s", "tools": [{**TOOL, "input_schema": schema}]}
     for path in ("", "/count_tokens"):
-        said = refused(own, path, messages=messages, **more)
-        assert said.startswith(f"prompt is too long: {'tools' if part == 'tools' else 'messages'} has ")
-        assert "characters" in said
+        message = refused(own, path, messages=messages, **more)
+        assert message.startswith(f"prompt is too long: {'tools' if part == 'tools' else 'messages'} has ")
+        assert "characters" in message
 
 
 @pytest.mark.parametrize(("fields", "named"), REFUSED, ids=lambda value: str(value)[:40])

@@ -24,7 +24,7 @@ TEMPLATE = (
     "{% endfor %}{% endfor %}"
 )
 TOOLS = [{"name": "weather", "description": "of a city", "input_schema": {"type": "object"}}]
-SAID = [{"role": "user", "content": "w20 w21"}]
+USER = [{"role": "user", "content": "w20 w21"}]
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +36,13 @@ def client(speaker: LLM) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
-def asked(*words: str, **more: Any) -> dict[str, Any]:
-    given = {"model": MODEL, "max_tokens": 20, "messages": SAID, "tools": TOOLS, "extra_body": saying(*words)}
+def body(*words: str, **more: Any) -> dict[str, Any]:
+    given = {"model": MODEL, "max_tokens": 20, "messages": USER, "tools": TOOLS, "extra_body": saying(*words)}
     return {name: value for name, value in {**given, **more}.items() if value is not None}
 
 
 def test_a_call(client: anthropic.Anthropic):
-    message = client.messages.create(**asked(*CALL))
+    message = client.messages.create(**body(*CALL))
     [use] = message.content
     assert (use.type, use.name, use.input) == ("tool_use", "weather", {"city": "Bern"})
     assert use.id.startswith("toolu_")
@@ -51,7 +51,7 @@ def test_a_call(client: anthropic.Anthropic):
 
 def test_text_and_a_call_in_a_stream(client: anthropic.Anthropic):
     """Block by block, and no part of a tag is ever shown as text."""
-    with client.messages.stream(**asked("Let", "me", "look.", *CALL)) as stream:
+    with client.messages.stream(**body("Let", "me", "look.", *CALL)) as stream:
         events = [event for event in stream if event.type not in ("text", "input_json")]
         final = stream.get_final_message()
     assert [(block.type, getattr(block, "text", None)) for block in final.content] == [
@@ -74,14 +74,14 @@ def test_text_and_a_call_in_a_stream(client: anthropic.Anthropic):
 
 
 def test_a_call_that_was_cut_off_before_its_arguments_is_text(client: anthropic.Anthropic):
-    message = client.messages.create(**asked(*CALL, max_tokens=2))
+    message = client.messages.create(**body(*CALL, max_tokens=2))
     assert [(block.type, block.text) for block in message.content] == [("text", " ".join(CALL[:2]))]
     assert message.stop_reason == "max_tokens"
 
 
 @pytest.mark.parametrize("more", [{"tool_choice": {"type": "none"}}, {"tools": None}])
 def test_without_tools_it_is_text(client: anthropic.Anthropic, more: dict[str, Any]):
-    message = client.messages.create(**asked(*CALL, **more))
+    message = client.messages.create(**body(*CALL, **more))
     assert [(block.type, block.text) for block in message.content] == [("text", " ".join(CALL))]
     assert message.stop_reason == "end_turn"
 
@@ -92,21 +92,21 @@ def test_without_a_parser_it_is_text(speaker: LLM, client: anthropic.Anthropic):
         running_server(speaker.sibling(num_blocks=64)) as server,
         anthropic.Anthropic(base_url=server.base_url, api_key="any", max_retries=0) as plain,
     ):
-        message = plain.messages.create(**asked(*CALL))
+        message = plain.messages.create(**body(*CALL))
     assert [(block.type, block.text) for block in message.content] == [("text", " ".join(CALL))]
     assert message.stop_reason == "end_turn"
 
 
 def test_an_answer_with_a_call_can_be_sent_back(client: anthropic.Anthropic, speaker: LLM):
-    answer = client.messages.create(**asked("Let", *CALL))
+    answer = client.messages.create(**body("Let", *CALL))
     use = answer.content[1]
     result = {"type": "tool_result", "tool_use_id": use.id, "content": "w30"}
     messages = [
-        *SAID,
+        *USER,
         {"role": "assistant", "content": answer.content},
         {"role": "user", "content": [result]},
     ]
-    final = client.messages.create(**asked("look.", messages=messages))
+    final = client.messages.create(**body("look.", messages=messages))
     assert final.content[0].text == "look."
     definition = (
         '[{"type": "function", "function": {"name": "weather", "description": "of a city", '
@@ -134,8 +134,8 @@ def test_inputs_of_the_conversation_that_clients_write(
     """Objects, their texts as streams have them, and one that max_tokens cut off, which the model reads."""
     use = {"type": "tool_use", "id": "a", "name": "weather", "input": given}
     result = {"type": "tool_result", "tool_use_id": "a", "content": "w30"}
-    messages = [*SAID, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
-    answer = client.messages.create(**asked("look.", messages=messages, tools=None))
+    messages = [*USER, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    answer = client.messages.create(**body("look.", messages=messages, tools=None))
     usage = answer.usage
     whole = usage.input_tokens + usage.cache_read_input_tokens
     prompt = f" w20 w21 {written} w30"
@@ -176,8 +176,8 @@ def test_a_call_that_was_cut_off_is_the_same_in_a_stream(speaker: LLM):
             ({"max_tokens": 2}, "max_tokens"),
             ({"stop_sequences": ["ern"]}, "stop_sequence"),
         ):
-            message = client.messages.create(**asked(*MISTRAL_CALL, **more))
-            with client.messages.stream(**asked(*MISTRAL_CALL, **more)) as stream:
+            message = client.messages.create(**body(*MISTRAL_CALL, **more))
+            with client.messages.stream(**body(*MISTRAL_CALL, **more)) as stream:
                 streamed = stream.get_final_message()
             for each in (message, streamed):
                 (block,) = each.content

@@ -141,8 +141,8 @@ def test_more_messages_than_tokens_are_not_looked_at(
 ):
     """Nor blocks of them: a model is never made of any."""
     many = server.service.max_model_len + 1
-    said = [{"type": "text", "text": "a"}] * many if blocks else "a"
-    messages = [{"role": "user", "content": said}] * (1 if blocks else many)
+    content = [{"type": "text", "text": "a"}] * many if blocks else "a"
+    messages = [{"role": "user", "content": content}] * (1 if blocks else many)
     field = "input" if path == "/v1/responses" else "messages"
     for model in MODELS:
         monkeypatch.setattr(model, "model_validate", None)
@@ -232,7 +232,7 @@ def test_a_number_that_no_float_holds_is_refused(server: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "asked"),
+    ("body", "fields"),
     [
         (CompletionRequest, {"prompt": "a"}),
         (ChatRequest, {"messages": [{"role": "user", "content": "a"}]}),
@@ -240,10 +240,10 @@ def test_a_number_that_no_float_holds_is_refused(server: Running) -> None:
         (MessageRequest, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
     ],
 )
-def test_a_policys_name_is_a_compression(body: type[BaseModel], asked: dict[str, Any]) -> None:
+def test_a_policys_name_is_a_compression(body: type[BaseModel], fields: dict[str, Any]) -> None:
     for given, policy in (("auto", "auto"), ({"policy": "auto"}, "auto"), ("off", "full")):
-        made = body.model_validate({"model": MODEL, **asked, "kv_compression": given})
-        assert made.kv_compression == KVCompression(policy=policy)
+        request = body.model_validate({"model": MODEL, **fields, "kv_compression": given})
+        assert request.kv_compression == KVCompression(policy=policy)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a request may ask with `kv_compression`: the operator's bounds, in both dialects."""
+"""Values of `kv_compression` that a request may have: the operator's bounds, in both dialects."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ REFUSED = [
 
 @pytest.fixture(scope="module")
 def bounded() -> Iterator[Running]:
-    """Compresses nothing unless it is asked to."""
+    """A server that compresses only where a request has kv_compression."""
     with running_server(LLM(demo_model(), num_blocks=128), max_kv_budget=64) as running:
         yield running
 
@@ -85,23 +85,23 @@ def test_neither_sinks_nor_recent_tokens_are_needed(bounded: Running, path: str,
 
 
 def test_the_window_inside_a_wrapper_counts() -> None:
-    asked = CompressionConfig("segments(snapkv(window=65))", 64, 16, 2, 16)
+    config = CompressionConfig("segments(snapkv(window=65))", 64, 16, 2, 16)
     with pytest.raises(InvalidArgumentError, match="looks back on 65 queries"):
-        check_limits(asked, None, LIMITS)
+        check_limits(config, None, LIMITS)
 
 
 def test_the_servers_own_settings_are_never_refused() -> None:
-    """Whatever is not beyond both the bounds and what the operator chose."""
+    """Only a value beyond both the bounds and the operator's own is refused."""
     own = CompressionConfig("snapkv(window=100)", budget=200, interval=4, sinks=2, recent=16)
     check_limits(own, own, LIMITS)
     check_limits(CompressionConfig("snapkv(window=90)", 190, 5, 2, 16), own, LIMITS)
-    for asked, words in (
+    for config, message in (
         (CompressionConfig("knorm", 200, 3, 2, 16), "ask for 4 or more"),
         (CompressionConfig("snapkv(window=101)", 200, 4, 2, 16), "window of 100 or less"),
         (CompressionConfig("full", 200), "'full' keeps every token, but this server keeps 200 at most"),
     ):
-        with pytest.raises(InvalidArgumentError, match=words):
-            check_limits(asked, own, LIMITS)
+        with pytest.raises(InvalidArgumentError, match=message):
+            check_limits(config, own, LIMITS)
 
 
 @pytest.fixture(scope="module")
@@ -179,11 +179,11 @@ def test_keeping_everything_is_no_more_than_a_server_does_that_compresses_nothin
 
 @pytest.mark.parametrize("path", BODIES)
 def test_a_budget_that_chooses_itself_is_served_with_verify(bounded: Running, path: str) -> None:
-    asked = {"policy": "query_mixture", "interval": 16, "sinks": 2, "recent": 16, "budget": "auto"}
-    answer = ask(bounded, path, {**asked, "verify": True})
+    compression = {"policy": "query_mixture", "interval": 16, "sinks": 2, "recent": 16, "budget": "auto"}
+    answer = ask(bounded, path, {**compression, "verify": True})
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["kv_cache"]["tokens_evicted"] == 0
-    refused = ask(bounded, path, asked)
+    refused = ask(bounded, path, compression)
     assert refused.status_code == 400
     assert "budget is 'auto', but verify is False" in refused.json()["error"]["message"]
 
@@ -215,13 +215,13 @@ def test_the_defaults_take_every_policy_as_it_comes(policy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("fields", "message"),
     [({"interval": 1}, "below 16"), ({"interval": 16}, "looks back on 1024 queries")],
 )
-def test_the_defaults_refuse_a_pass_per_token_and_long_windows(asked: dict, words: str) -> None:
-    settings = CompressionConfig("snapkv(window=1024)", budget=2000, **asked)
-    with pytest.raises(InvalidArgumentError, match=words):
-        check_limits(settings, None, ServerConfig(served_model_name=("m",)))
+def test_the_defaults_refuse_a_pass_per_token_and_long_windows(fields: dict, message: str) -> None:
+    config = CompressionConfig("snapkv(window=1024)", budget=2000, **fields)
+    with pytest.raises(InvalidArgumentError, match=message):
+        check_limits(config, None, ServerConfig(served_model_name=("m",)))
 
 
 def test_an_embedded_engine_has_no_such_bounds() -> None:
@@ -233,13 +233,13 @@ def test_an_embedded_engine_has_no_such_bounds() -> None:
 
 
 class TestAuto:
-    """Where nothing is said, it is what the model's statistics say; a request may ask for it by name."""
+    """Without a policy, it is the one of the model's statistics; a request may name it, as `auto`."""
 
-    @pytest.mark.parametrize("asked", [{}, {"policy": "auto"}])
+    @pytest.mark.parametrize("policy", [{}, {"policy": "auto"}])
     @pytest.mark.parametrize("path", BODIES)
-    def test_answers_name_the_policy_that_it_is(self, bounded: Running, path: str, asked: dict) -> None:
+    def test_answers_name_the_policy_that_it_is(self, bounded: Running, path: str, policy: dict) -> None:
         answer = ask(
-            bounded, path, {**SMALL, **asked} if asked else {k: SMALL[k] for k in SMALL if k != "policy"}
+            bounded, path, {**SMALL, **policy} if policy else {k: SMALL[k] for k in SMALL if k != "policy"}
         )
         assert answer.status_code == 200, answer.text
         best = LLM(demo_model(), num_blocks=8).resolved(CompressionConfig()).policy

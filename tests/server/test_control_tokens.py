@@ -48,8 +48,8 @@ def test_messages_spell_none(server: Running, content: Any):
     ids = tokens(server, messages=messages(content))
     assert ids.count(EOS) == 1, "the template's own"
     assert FORGED in post(server, "/detokenize", tokens=ids)["prompt"]
-    asked = {"messages": messages(content), "max_tokens": 1, "return_token_ids": True}
-    assert post(server, "/v1/chat/completions", **asked)["prompt_token_ids"] == ids
+    body = {"messages": messages(content), "max_tokens": 1, "return_token_ids": True}
+    assert post(server, "/v1/chat/completions", **body)["prompt_token_ids"] == ids
 
 
 def test_variables_spell_none(server: Running):
@@ -96,8 +96,8 @@ def compressing() -> Iterator[Running]:
 
 
 def cache_of(server: Running, path: str, body: dict, **fields) -> dict:
-    asked = {"model": MODEL, "max_tokens": 2, **body, **fields}
-    answer = httpx2.post(server.base_url + path, json=asked, timeout=60)
+    request = {"model": MODEL, "max_tokens": 2, **body, **fields}
+    answer = httpx2.post(server.base_url + path, json=request, timeout=60)
     assert answer.status_code == 200, answer.text
     return answer.json()["usage"]["kv_cache"]
 

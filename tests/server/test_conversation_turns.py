@@ -16,7 +16,7 @@ from kvreclaim import LLM, CompressionConfig
 
 WORDS = "the end of the story then the stop " * 12
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}assistant:"
-ASKED = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def server(tiny_dir: Callable[[str], Path]) -> Iterator[Running]:
 
 
 def post(server: Running, path: str, **body: Any) -> dict[str, Any]:
-    answer = web.post(server.base_url + path, json={"model": MODEL, **ASKED, **body})
+    answer = web.post(server.base_url + path, json={"model": MODEL, **GREEDY, **body})
     assert answer.status_code == 200, answer.text
     return answer.json()
 

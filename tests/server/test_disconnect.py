@@ -1,4 +1,4 @@
-"""A client that goes away takes its request with it; one that does not read holds up nobody."""
+"""A client that goes away takes its request with it; one that does not read holds up no other."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_leaving_takes_every_prompt_and_every_output_along(busy: Running) -> Non
     assert_empty(busy)
 
 
-def test_a_client_that_does_not_read_holds_up_nobody(busy: Running) -> None:
+def test_a_client_that_does_not_read_holds_up_no_other(busy: Running) -> None:
     """Between server and client there is room for a fraction of the answer: the server has to wait."""
     path, num_tokens, room = "/v1/completions", 600, 8192
     busy.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, room)

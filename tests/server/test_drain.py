@@ -51,7 +51,7 @@ class Served:
 
 @contextmanager
 def served(tmp_path: Path, *options: str) -> Iterator[Served]:
-    """`kvreclaim serve` on the demo model and a free port. No answer ends before it is told to."""
+    """`kvreclaim serve` on the demo model and a free port. No answer ends before the test lets it."""
     log, go, halted = (tmp_path / name for name in ("log", "go", "halted"))
     with log.open("w") as file:
         halting = [sys.executable, HALTING, go, halted, str(FIRST_TOKENS)]
@@ -81,9 +81,9 @@ class Reader:
     def __init__(self, server: Served, path: str, prompt: str, num_tokens: int, *, stream: bool) -> None:
         self.path, self.prompt, self.stream = path, prompt, stream
         message = [{"role": "user", "content": prompt}]
-        asked = {"prompt": prompt} if path == ROUTES[0] else {"messages": message}
+        content = {"prompt": prompt} if path == ROUTES[0] else {"messages": message}
         greedy = {"temperature": 0, "ignore_eos": True, "max_tokens": num_tokens}
-        self.body = {"model": MODEL, "stream": stream, **asked, **greedy}
+        self.body = {"model": MODEL, "stream": stream, **content, **greedy}
         self.url = server.base_url + path
         self.text = ""
         self.reason: str | None = None
@@ -195,9 +195,9 @@ def test_running_answers_are_finished_and_new_requests_refused(alone, tmp_path: 
 
 def refused(server: Served, path: str) -> bool:
     """A 503 of its dialect, or no connection any more."""
-    asked = {"prompt": "GO"} if path == ROUTES[0] else {"messages": [{"role": "user", "content": "GO"}]}
+    content = {"prompt": "GO"} if path == ROUTES[0] else {"messages": [{"role": "user", "content": "GO"}]}
     try:
-        answer = web.post(server.base_url + path, json={"model": MODEL, "max_tokens": 4, **asked})
+        answer = web.post(server.base_url + path, json={"model": MODEL, "max_tokens": 4, **content})
     except httpx2.TransportError:
         return True
     return answer.status_code == 503 and "shutting down" in answer.json()["error"]["message"]

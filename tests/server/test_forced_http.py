@@ -33,7 +33,7 @@ WEATHER = {
 }
 SCHEMAS = {"get_weather": WEATHER, "now": {"type": "object", "properties": {}, "additionalProperties": False}}
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMAS[name]}} for name in SCHEMAS]
-SAID = [{"role": "user", "content": "What is the weather?"}]
+MESSAGES = [{"role": "user", "content": "What is the weather?"}]
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
@@ -72,7 +72,7 @@ def speak(server: Running, name: str | None, *, reasoning: str | None = None) ->
 def ask(client: openai.OpenAI, **fields: Any) -> Any:
     given = {
         "model": MODEL,
-        "messages": SAID,
+        "messages": MESSAGES,
         "tools": TOOLS,
         "max_tokens": 300,
         "seed": 1,
@@ -96,11 +96,11 @@ def test_required_whole_and_streamed(client: openai.OpenAI, form: str | None) ->
     (call,) = ask(client, **fields).choices[0].message.tool_calls
     assert call.function.name == "get_weather"
     check_calls([call])
-    told = [chunk.choices[0] for chunk in ask(client, **fields, stream=True)]
-    parts = [part.function for each in told for part in each.delta.tool_calls or ()]
+    choices = [chunk.choices[0] for chunk in ask(client, **fields, stream=True)]
+    parts = [part.function for each in choices for part in each.delta.tool_calls or ()]
     assert "".join(part.arguments for part in parts) == call.function.arguments
-    assert (parts[0].name, told[-1].finish_reason) == ("get_weather", "tool_calls")
-    assert not any(each.delta.content for each in told)
+    assert (parts[0].name, choices[-1].finish_reason) == ("get_weather", "tool_calls")
+    assert not any(each.delta.content for each in choices)
 
 
 @pytest.mark.parametrize("reasoning", ["think", "harmony"])
@@ -160,7 +160,7 @@ def test_any_tool_and_strict_of_anthropic(
 ) -> None:
     speak(server, name)
     tools = [{"name": name, "input_schema": SCHEMAS[name], "strict": True} for name in SCHEMAS]
-    fields = {"model": MODEL, "messages": SAID, "tools": tools, "max_tokens": 300}
+    fields = {"model": MODEL, "messages": MESSAGES, "tools": tools, "max_tokens": 300}
     extra = {"seed": 1, "logit_bias": TERSE}
     for choice in (
         {"type": "any", "disable_parallel_tool_use": True},
@@ -178,7 +178,7 @@ def test_any_tool_and_strict_of_anthropic(
 
 def test_structured_outputs_of_anthropic(other: anthropic.Anthropic, server: Running) -> None:
     speak(server, "hermes")
-    fields = {"model": MODEL, "messages": SAID, "max_tokens": 300}
+    fields = {"model": MODEL, "messages": MESSAGES, "max_tokens": 300}
     form = {"type": "json_schema", "schema": WEATHER}
     for more in ({"output_config": {"format": form}}, {"output_format": form}):
         message = other.messages.create(**fields, extra_body={**more, "seed": 1, "logit_bias": TERSE})
@@ -356,7 +356,7 @@ def test_a_structured_answer_behind_its_reasoning(
     message = ask(client, tool_choice=NAMED, **fields).choices[0].message
     assert (message.reasoning_content, message.content) == ("end", None)
     check_calls(message.tool_calls)
-    given = {"model": MODEL, "messages": SAID, "max_tokens": 300}
+    given = {"model": MODEL, "messages": MESSAGES, "max_tokens": 300}
     form = {"format": {"type": "json_schema", "schema": WEATHER}}
     extra = {**how, "output_config": form, "logit_bias": {**TERSE, **bias}, "temperature": 0.0}
     thought, text = other.messages.create(**given, extra_body=extra).content

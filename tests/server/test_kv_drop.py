@@ -18,7 +18,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 RESULT = "the end of the story, then the stop; " * 6
-ASKED = {"temperature": 0, "max_tokens": 10, "ignore_eos": True}
+GREEDY = {"temperature": 0, "max_tokens": 10, "ignore_eos": True}
 CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 SIZE = 16
 
@@ -36,7 +36,7 @@ def oracle(tiny_dir: Callable[[str], Path]) -> LLM:
 
 
 def post(server: Running, path: str, status: int = 200, **body: Any) -> dict[str, Any]:
-    answer = web.post(server.base_url + path, json={"model": MODEL, **ASKED, **body})
+    answer = web.post(server.base_url + path, json={"model": MODEL, **GREEDY, **body})
     assert answer.status_code == status, answer.text
     return answer.json()
 

@@ -13,7 +13,7 @@ import pytest
 import web
 from running import MODEL, Running, running_server
 from starlette.routing import Match
-from steering import Asking, paused, until
+from steering import PendingRequest, paused, until
 
 from kvreclaim import LLM, demo_model
 
@@ -175,10 +175,10 @@ def test_a_wrong_method_is_a_405(guarded: Running, path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_full_queue_is_a_429_that_says_when_to_come_back(guarded: Running, path: str) -> None:
-    asking = []
+    pending = []
     with paused(guarded), http(guarded) as client:
         prompts = {**COMPLETION, "prompt": ["GO wind", "GO wave", "GO sky"]}
-        asking.append(Asking(guarded, PATHS[0], prompts, OTHER))
+        pending.append(PendingRequest(guarded, PATHS[0], prompts, OTHER))
         until(lambda: guarded.service.engine.num_queued == 3)
         answer = client.post(path, json=BODIES[path])
         says(answer, 429, "3 requests wait")
@@ -187,7 +187,7 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(guarded: Running, pat
             openai_client(guarded).completions.create(**COMPLETION)
         with pytest.raises(anthropic.RateLimitError):
             anthropic_client(guarded).messages.create(**MESSAGE)
-    assert asking[0].answer().status_code == 200
+    assert pending[0].answer().status_code == 200
     with http(guarded) as client:
         assert client.post(path, json=BODIES[path]).status_code == 200
 
@@ -195,13 +195,13 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(guarded: Running, pat
 def test_a_key_has_so_many_requests_at_once(guarded: Running) -> None:
     engine = guarded.service.engine
     with paused(guarded), http(guarded) as client:
-        first = [Asking(guarded, path, BODIES[path], TENANT) for path in PATHS]
+        first = [PendingRequest(guarded, path, BODIES[path], TENANT) for path in PATHS]
         until(lambda: engine.num_requests == 2)
         for path in PATHS:
             answer = client.post(path, json=BODIES[path])
             says(answer, 429, "2 requests of this key", "limit is 2")
             assert int(answer.headers["retry-after"]) >= 1
-        other = Asking(guarded, PATHS[0], COMPLETION, OTHER)
+        other = PendingRequest(guarded, PATHS[0], COMPLETION, OTHER)
         until(lambda: engine.num_requests == 3)
     assert [each.answer().status_code for each in (*first, other)] == [200, 200, 200]
     with http(guarded) as client:
@@ -218,21 +218,21 @@ def shared(tiny_dir: Callable[[str], Path]) -> Iterator[Running]:
 
 
 def test_one_key_cannot_fill_the_queue(shared: Running) -> None:
-    """Half of it, as outputs: another one finds room whatever the first asks for."""
+    """Half of it, as outputs: another key finds room whatever the first one requests."""
     with paused(shared), http(shared) as client:
-        asked = {**COMPLETION, "prompt": ["a", "b"], "n": 2}
-        filling = Asking(shared, PATHS[0], asked, TENANT)
+        body = {**COMPLETION, "prompt": ["a", "b"], "n": 2}
+        filling = PendingRequest(shared, PATHS[0], body, TENANT)
         until(lambda: shared.service.engine.num_requests == 2)
         for path in PATHS:
             answer = client.post(path, json=BODIES[path])
             says(answer, 429, "4 outputs of this key", "limit is 4")
             assert int(answer.headers["retry-after"]) >= 1
-        other = Asking(shared, PATHS[1], MESSAGE, OTHER)
+        other = PendingRequest(shared, PATHS[1], MESSAGE, OTHER)
         until(lambda: shared.service.engine.num_requests == 3)
     assert (filling.answer().status_code, other.answer().status_code) == (200, 200)
     with http(shared) as client:
-        assert client.post(PATHS[0], json=asked).status_code == 200
-        says(client.post(PATHS[0], json={**asked, "n": 3}), 400, "6 outputs", "split it")
+        assert client.post(PATHS[0], json=body).status_code == 200
+        says(client.post(PATHS[0], json={**body, "n": 3}), 400, "6 outputs", "split it")
     assert not shared.service.room.taken
 
 
@@ -248,7 +248,7 @@ def test_every_post_route_counts_against_a_key(guarded: Running) -> None:
     routes.remove("/reset_prefix_cache")  # the operator's
     assert set(routes) >= {*PATHS, "/tokenize", "/detokenize", "/v1/messages/count_tokens"}
     with paused(guarded), http(guarded) as client:
-        first = [Asking(guarded, path, BODIES[path], TENANT) for path in PATHS]
+        first = [PendingRequest(guarded, path, BODIES[path], TENANT) for path in PATHS]
         until(lambda: guarded.service.engine.num_requests == 2)
         for path in routes:
             says(client.post(path, json={}), 429, "2 requests of this key")
@@ -273,22 +273,22 @@ def test_text_that_cannot_fit_is_not_encoded(tiny_dir: Callable[[str], Path]) ->
     """Nor rendered; neither are conversations of more messages than there is room for tokens."""
     llm = LLM(tiny_dir("llama"), num_blocks=64, max_model_len=512)
     many = [{"role": "user", "content": ""}] * 513
-    said = [{"role": "user", "content": LONG_TEXT}]
-    asks = [
+    long = [{"role": "user", "content": LONG_TEXT}]
+    requests = [
         ("/v1/completions", {"prompt": LONG_TEXT}),
         ("/v1/completions", {"prompt": ["a", LONG_TEXT]}),
         ("/tokenize", {"prompt": LONG_TEXT}),
-        *(("/tokenize", {"messages": messages}) for messages in (many, said)),
-        *(("/v1/chat/completions", {"messages": messages}) for messages in (many, said)),
-        *(("/v1/messages", {"messages": messages, "max_tokens": 1}) for messages in (many, said)),
-        *(("/v1/messages/count_tokens", {"messages": messages}) for messages in (many, said)),
+        *(("/tokenize", {"messages": messages}) for messages in (many, long)),
+        *(("/v1/chat/completions", {"messages": messages}) for messages in (many, long)),
+        *(("/v1/messages", {"messages": messages, "max_tokens": 1}) for messages in (many, long)),
+        *(("/v1/messages/count_tokens", {"messages": messages}) for messages in (many, long)),
     ]
     with running_server(llm) as running:
         service = running.service
         assert service.max_chars < len(LONG_TEXT)
-        service.engine.llm.loaded.tokenizer.encode = None  # whoever encodes fails
+        service.engine.llm.loaded.tokenizer.encode = None  # any encoding fails
         with web.Client(base_url=running.base_url) as client:
-            for path, body in asks:
+            for path, body in requests:
                 says(client.post(path, json={"model": MODEL, **body}), 400, "max_model_len is 512 tokens")
 
 
@@ -299,6 +299,6 @@ def test_clients_may_be_kept_from_choosing_compression(tiny_dir: Callable[[str],
         web.Client(base_url=running.base_url) as client,
     ):
         for path in PATHS:
-            asked = {**BODIES[path], "kv_compression": {"policy": "knorm"}}
-            says(client.post(path, json=asked), 400, "operator's to choose")
+            body = {**BODIES[path], "kv_compression": {"policy": "knorm"}}
+            says(client.post(path, json=body), 400, "operator's to choose")
             assert client.post(path, json=BODIES[path]).status_code == 200

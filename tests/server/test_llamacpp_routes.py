@@ -78,13 +78,13 @@ def test_a_page_of_an_allowed_origin_may_call(server: Running) -> None:
     """Its preflight carries no key; the call itself needs one, and may read a refusal."""
     url = f"{server.base_url}/v1/completions"
     wanted = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
-    asked = web.request("OPTIONS", url, headers={"origin": PAGE, **wanted})
-    assert asked.status_code == 200
-    assert asked.headers["access-control-allow-origin"] == PAGE
+    preflight = web.request("OPTIONS", url, headers={"origin": PAGE, **wanted})
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == PAGE
     body = {"model": MODEL, "prompt": "a", "max_tokens": 1}
-    sent = web.post(url, json=body, headers=headers(origin=PAGE, **{"sec-fetch-site": "cross-site"}))
-    assert sent.status_code == 200
-    assert sent.headers["access-control-allow-origin"] == PAGE
+    answer = web.post(url, json=body, headers=headers(origin=PAGE, **{"sec-fetch-site": "cross-site"}))
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == PAGE
     refused = web.post(url, json=body, headers={"origin": PAGE})
     assert refused.status_code == 401
     assert refused.headers["access-control-allow-origin"] == PAGE
@@ -123,17 +123,17 @@ def test_a_tool_message_may_have_a_name(server: Running) -> None:
 
 def test_the_servers_system_prompt(tiny_dir: Callable[[str], Path]) -> None:
     """In conversations that have none, of every dialect."""
-    said = {"role": "user", "content": "hello"}
-    own = [{"role": "system", "content": "Be terse."}, said]
+    user = {"role": "user", "content": "hello"}
+    own = [{"role": "system", "content": "Be terse."}, user]
     with running_server(LLM(tiny_dir("llama"), num_blocks=64), system="Be terse.") as with_default:
         url = f"{with_default.base_url}/apply-template"
-        prompt = web.post(url, json={"messages": [said]}).json()["prompt"]
+        prompt = web.post(url, json={"messages": [user]}).json()["prompt"]
         assert prompt == web.post(url, json={"messages": own}).json()["prompt"]
         assert prompt.count("Be terse.") == 1
-        other = [{"role": "system", "content": "Be kind."}, said]
+        other = [{"role": "system", "content": "Be kind."}, user]
         assert "terse" not in web.post(url, json={"messages": other}).json()["prompt"]
         counted = web.post(
-            f"{with_default.base_url}/v1/messages/count_tokens", json={"model": MODEL, "messages": [said]}
+            f"{with_default.base_url}/v1/messages/count_tokens", json={"model": MODEL, "messages": [user]}
         ).json()["input_tokens"]
         assert (
             counted == web.post(f"{with_default.base_url}/tokenize", json={"messages": own}).json()["count"]

@@ -65,9 +65,9 @@ def test_what_compression_did_is_in_the_line(server: Running, log: Log) -> None:
     policy = {"policy": "knorm", "budget": 32, "interval": 16, "recent": 8}
     prompt = " ".join(["GO", "wind", "oak", "fern"] * 25)
     answer = complete(server, prompt=prompt, max_tokens=60, ignore_eos=True, kv_compression=policy)
-    line, told = log.access(answer.headers["x-request-id"]), answer.json()["usage"]["kv_cache"]
-    assert line["blocks_freed"] == told["blocks_freed"] > 0
-    assert line["tokens_evicted"] == told["tokens_evicted"] > 0
+    line, usage = log.access(answer.headers["x-request-id"]), answer.json()["usage"]["kv_cache"]
+    assert line["blocks_freed"] == usage["blocks_freed"] > 0
+    assert line["tokens_evicted"] == usage["tokens_evicted"] > 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

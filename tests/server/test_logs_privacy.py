@@ -98,11 +98,11 @@ def test_a_failure_is_logged_under_the_id_of_the_answer_without_its_message(
     request_id = re.search(r"req-[0-9a-f]{32}", answer.json()["error"]["message"])[0]
     assert request_id == answer.headers["x-request-id"]
     log.access(request_id)
-    told = [line for line in log.lines if line.get("request_id") == request_id and "exception" in line]
-    assert told, log.text
-    assert "ValueError" in told[0]["exception"]
-    assert "in quoting" in told[0]["exception"]
-    assert logs.WITHHELD in told[0]["exception"]
+    logged = [line for line in log.lines if line.get("request_id") == request_id and "exception" in line]
+    assert logged, log.text
+    assert "ValueError" in logged[0]["exception"]
+    assert "in quoting" in logged[0]["exception"]
+    assert logs.WITHHELD in logged[0]["exception"]
     assert MARKER not in log.text
     monkeypatch.undo()
     assert complete(server).status_code == 200
@@ -155,11 +155,11 @@ def test_messages_of_code_that_sees_no_text_are_kept() -> None:
     assert logs.WITHHELD in ours, "the innermost Python frame is this test"
     with pytest.raises(RuntimeError) as caught:
         torch.nn.Linear(7, 5)(torch.zeros(2, 3))
-    told = "".join(describe(caught.value, log_prompts=False))
-    assert "shapes cannot be multiplied" in told
+    described = "".join(describe(caught.value, log_prompts=False))
+    assert "shapes cannot be multiplied" in described
 
 
-def test_every_exception_of_a_chain_and_a_group_is_told_without_its_text() -> None:
+def test_every_exception_of_a_chain_and_a_group_is_logged_without_its_text() -> None:
     try:
         try:
             quoting()
@@ -170,14 +170,14 @@ def test_every_exception_of_a_chain_and_a_group_is_told_without_its_text() -> No
     group = raised(
         ExceptionGroup(MARKER, [chain, raised(UnicodeDecodeError("utf8", MARKER.encode(), 0, 1, "x"))])
     )
-    told = "".join(describe(group, log_prompts=False))
-    assert MARKER not in re.sub(r'File ".*\n.*\n', "", told), told
+    described = "".join(describe(group, log_prompts=False))
+    assert MARKER not in re.sub(r'File ".*\n.*\n', "", described), described
     for name in ("ValueError", "KeyError", "UnicodeDecodeError", "ExceptionGroup"):
-        assert name in told
-    assert told.index("ValueError") < told.index("KeyError")
+        assert name in described
+    assert described.index("ValueError") < described.index("KeyError")
 
 
-def test_tasks_that_nobody_awaits(log: Log) -> None:
+def test_tasks_that_are_not_awaited(log: Log) -> None:
     async def main() -> None:
         asyncio.get_running_loop().set_exception_handler(logs.log_loop_error)
         task = asyncio.ensure_future(asyncio.to_thread(quoting))

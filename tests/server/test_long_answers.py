@@ -108,8 +108,8 @@ def test_log_probabilities_of_a_request_are_bounded(server: Running, path: str, 
 
 
 def test_an_output_without_a_limit_gets_what_is_left(server: Running):
-    said = [{"role": "user", "content": "a"}]
-    options = {"messages": said, "logprobs": True, "top_logprobs": 20, "ignore_eos": True, "n": 2}
+    messages = [{"role": "user", "content": "a"}]
+    options = {"messages": messages, "logprobs": True, "top_logprobs": 20, "ignore_eos": True, "n": 2}
     status, body = ask(server, "/v1/chat/completions", **options, temperature=1.0)
     assert status == 200
     assert body["usage"]["completion_tokens"] == 2 * (LIMIT // 42)

@@ -1,4 +1,4 @@
-"""Clients ask for a loss in place of a budget, in both dialects, and are told the budget that serves them."""
+"""Requests with max_loss in place of a budget, in both dialects; the usage reports the budget."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def ask(server: Running, path: str, compression: dict | None) -> httpx2.Response
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize(
-    ("asked", "budget"),
+    ("compression", "budget"),
     [
         (None, 192),
         ({"content": "prose"}, 160),
@@ -57,18 +57,18 @@ def ask(server: Running, path: str, compression: dict | None) -> httpx2.Response
         ({"budget": 256}, 256),
     ],
 )
-def test_the_budget_is_the_curves(promising, path, asked, budget) -> None:
-    answer = ask(promising, path, asked)
+def test_the_budget_is_the_curves(promising, path, compression, budget) -> None:
+    answer = ask(promising, path, compression)
     assert answer.status_code == 200, answer.text
-    found = answer.json()["usage"]["kv_cache"]
-    assert found["budget"] == budget
-    assert (found["tokens_evicted"] > 0) == (budget is not None)
-    assert (found["policy"] == "full") == (budget is None)
+    usage = answer.json()["usage"]["kv_cache"]
+    assert usage["budget"] == budget
+    assert (usage["tokens_evicted"] > 0) == (budget is not None)
+    assert (usage["policy"] == "full") == (budget is None)
 
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("compression", "message"),
     [
         ({"budget": 256, "max_loss": 0.1}, "budget is 256 and max_loss 0.1, which chooses a budget"),
         ({"max_loss": 2.0}, "max_loss is 2.0; it must be a number from 0.0 to 1.0"),
@@ -77,8 +77,8 @@ def test_the_budget_is_the_curves(promising, path, asked, budget) -> None:
         ({"policy": "knorm", "max_loss": 0.1}, "policy is 'knorm', but the loss was measured under"),
     ],
 )
-def test_what_cannot_be_promised_is_a_400(promising, path, asked, message) -> None:
-    answer = ask(promising, path, asked)
+def test_what_cannot_be_promised_is_a_400(promising, path, compression, message) -> None:
+    answer = ask(promising, path, compression)
     assert answer.status_code == 400, answer.text
     assert message in answer.json()["error"]["message"]
 

@@ -123,13 +123,13 @@ def test_usage_and_metrics_agree(counted: Running) -> None:
     prompt = " ".join(["GO", "wind", "oak", "fern"] * 12)
     usages = [complete(counted, prompt=prompt, cache_salt="usage").json()["usage"] for _ in range(2)]
     after = scrape(counted)
-    for metric, told in {
+    for metric, reported in {
         "vllm:prompt_tokens_total": sum(u["prompt_tokens"] for u in usages),
         "vllm:generation_tokens_total": sum(u["completion_tokens"] for u in usages),
         "vllm:prompt_tokens_cached_total": sum(u["prompt_tokens_details"]["cached_tokens"] for u in usages),
     }.items():
-        assert told > 0
-        assert after.value(metric) - before.value(metric) == told, metric
+        assert reported > 0
+        assert after.value(metric) - before.value(metric) == reported, metric
 
 
 def test_answers_by_route_and_status(counted: Running) -> None:

@@ -295,9 +295,9 @@ def test_what_lies_on_host_and_disk(tmp_path: Path) -> None:
     options = {**SWAPPING, "num_blocks": 64, "kv_offloading_disk_path": str(tmp_path)}
     llm = LLM(demo_model(), **options)
     world = World(llm)
-    asked = {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    params = {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
     for name in "abc":
-        world.add(name, 60, **asked)
+        world.add(name, 60, **params)
         world.run(consistent)
         if name == "b":
             llm.engine.reset_prefix_cache(external=False)
@@ -336,7 +336,7 @@ def test_what_lies_on_host_and_disk(tmp_path: Path) -> None:
     assert used == pytest.approx(stored / llm.engine.memory.offload.host.pool.num_blocks)
 
     again = World(LLM(demo_model(), **options))
-    again.add("d", 60, **asked)
+    again.add("d", 60, **params)
     waiting = again.scrape()
     assert waiting.value("vllm:num_requests_waiting_by_reason", reason="deferred") == 1
     assert waiting.value("vllm:num_requests_waiting_by_reason", reason="capacity") == 0

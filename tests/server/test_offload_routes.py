@@ -35,8 +35,8 @@ def serve(tmp_path: Path) -> Serve:
 
 def usage(server: Running, **fields: object) -> dict:
     with openai_client(server) as client:
-        asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2, "temperature": 0, **fields}
-        answer = client.completions.create(**asked)
+        request = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2, "temperature": 0, **fields}
+        answer = client.completions.create(**request)
         if not fields.get("stream"):
             return answer.usage.model_dump()
         return [chunk.usage for chunk in answer][-1].model_dump()

@@ -37,12 +37,12 @@ def telling(tiny_dir: Callable[[str], Path]) -> Iterator[Running]:
         yield running
 
 
-def prompt_of(server: Running, **asked) -> str:
-    """What the model got to read."""
-    extra = {"return_token_ids": True, **asked.pop("extra_body", {})}
+def prompt_of(server: Running, **fields) -> str:
+    """Return the prompt that the model reads."""
+    extra = {"return_token_ids": True, **fields.pop("extra_body", {})}
     with openai_client(server) as client:
         answer = client.chat.completions.create(
-            **{"model": MODEL, "messages": MESSAGES, "max_tokens": 1, "extra_body": extra, **asked}
+            **{"model": MODEL, "messages": MESSAGES, "max_tokens": 1, "extra_body": extra, **fields}
         )
     return server.llm.tokenizer.decode(answer.prompt_token_ids)
 
@@ -65,8 +65,8 @@ def test_the_answer_is_the_engines(client: openai.OpenAI, tiny_oracle: LLM):
 
 def test_a_stream_begins_with_the_role_and_ends_with_usage(client: openai.OpenAI, tiny_oracle: LLM):
     options = {"include_usage": True}
-    asked = {**GREEDY, "messages": MESSAGES, "stream": True, "stream_options": options}
-    chunks = list(client.chat.completions.create(**asked))
+    request = {**GREEDY, "messages": MESSAGES, "stream": True, "stream_options": options}
+    chunks = list(client.chat.completions.create(**request))
     first, *middle, last = chunks
     assert first.choices[0].delta.role == "assistant"
     assert all(chunk.choices[0].delta.role is None for chunk in middle)
@@ -81,16 +81,16 @@ def test_a_stream_begins_with_the_role_and_ends_with_usage(client: openai.OpenAI
 def test_several_outputs_interleave(client: openai.OpenAI, tiny_oracle: LLM):
     expected = expected_text(tiny_oracle, n=3, seed=3, temperature=1.0)
     assert len(set(expected)) == 3
-    asked = {"model": MODEL, "messages": MESSAGES, "n": 3, "seed": 3, "max_tokens": 20}
-    whole = client.chat.completions.create(**asked)
+    request = {"model": MODEL, "messages": MESSAGES, "n": 3, "seed": 3, "max_tokens": 20}
+    whole = client.chat.completions.create(**request)
     assert [choice.message.content for choice in whole.choices] == expected
     texts, order = ["", "", ""], []
-    for chunk in client.chat.completions.create(**asked, stream=True):
+    for chunk in client.chat.completions.create(**request, stream=True):
         choice = chunk.choices[0]
         texts[choice.index] += choice.delta.content or ""
         order.append(choice.index)
     assert texts == expected
-    assert order != sorted(order), "nobody waits for the others' end"
+    assert order != sorted(order), "no output waits for the others' end"
 
 
 def test_the_clients_stream_helper(client: openai.OpenAI, tiny_oracle: LLM):
@@ -135,9 +135,9 @@ def test_tools_and_what_they_gave(telling: Running):
 
 def test_an_answer_can_be_sent_back(telling: Running):
     """As the client's object, and with all the nulls of its dictionary."""
-    asked = {"model": MODEL, "max_tokens": 4, "temperature": 0.0}
+    params = {"model": MODEL, "max_tokens": 4, "temperature": 0.0}
     with openai_client(telling) as client:
-        message = client.chat.completions.create(messages=MESSAGES, **asked).choices[0].message
+        message = client.chat.completions.create(messages=MESSAGES, **params).choices[0].message
     again = [{"role": "user", "content": "on"}]
     for given in (message, message.model_dump()):
         prompt = prompt_of(telling, messages=[*MESSAGES, given, *again])

@@ -68,7 +68,7 @@ def test_what_a_stream_looks_like_on_the_wire(tiny_server: Running):
     *events, end = answer.text.removesuffix("\n\n").split("\n\n")
     assert end == "data: [DONE]"
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
-    assert all("usage" not in chunk for chunk in chunks), "usage comes only when it is asked for"
+    assert all("usage" not in chunk for chunk in chunks), "usage comes only with stream_options"
     assert [chunk["object"] for chunk in chunks] == ["text_completion"] * len(chunks)
     assert chunks[0]["id"].removeprefix("cmpl-") == answer.headers["x-request-id"].removeprefix("req-")
 
@@ -136,10 +136,10 @@ def test_what_compression_gave_back_is_counted(server: Running):
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     oracle = LLM(demo_model(), num_blocks=256)
     expected = oracle.generate([prompt], params, CompressionConfig(**settings))[0].metrics
-    asked = {"model": MODEL, "prompt": prompt, "max_tokens": 40, "temperature": 0.0}
+    request = {"model": MODEL, "prompt": prompt, "max_tokens": 40, "temperature": 0.0}
     with openai_client(server) as client:
         answer = client.completions.create(
-            **asked, extra_body={"kv_compression": settings, "ignore_eos": True}
+            **request, extra_body={"kv_compression": settings, "ignore_eos": True}
         )
     assert answer.usage.kv_cache == {
         "policy": "knorm",

@@ -1,4 +1,4 @@
-"""What OpenAI's client raises: every refusal is of the class that users catch, and names what is wrong."""
+"""Errors that OpenAI's client raises: of the class that users catch, each names the field at fault."""
 
 from __future__ import annotations
 
@@ -132,23 +132,23 @@ CHAT_REFUSALS = [
 
 
 REFUSALS = [
-    *((COMPLETION, asked, field) for asked, field in COMPLETION_REFUSALS),
-    *((CHAT, asked, field) for asked, field in CHAT_REFUSALS),
+    *((COMPLETION, more, field) for more, field in COMPLETION_REFUSALS),
+    *((CHAT, more, field) for more, field in CHAT_REFUSALS),
 ]
 
 
-def refusal(client: openai.OpenAI, ask: dict, asked: dict) -> openai.BadRequestError:
-    create = client.chat.completions.create if ask is CHAT else client.completions.create
+def refusal(client: openai.OpenAI, body: dict, more: dict) -> openai.BadRequestError:
+    create = client.chat.completions.create if body is CHAT else client.completions.create
     with pytest.raises(openai.BadRequestError) as refused:
-        create(**{**ask, **asked})
+        create(**{**body, **more})
     return refused.value
 
 
-@pytest.mark.parametrize(("ask", "asked", "field"), REFUSALS, ids=str)
+@pytest.mark.parametrize(("body", "more", "field"), REFUSALS, ids=str)
 def test_a_request_is_refused_by_the_name_of_its_field(
-    client: openai.OpenAI, ask: dict, asked: dict, field: str
+    client: openai.OpenAI, body: dict, more: dict, field: str
 ):
-    error = refusal(client, ask, asked)
+    error = refusal(client, body, more)
     assert error.param == field
     assert field.rpartition(".")[2] in error.body["message"]
     assert error.body["message"].endswith(".")
@@ -157,7 +157,7 @@ def test_a_request_is_refused_by_the_name_of_its_field(
 
 
 @pytest.mark.parametrize(
-    ("ask", "asked", "field"),
+    ("body", "more", "field"),
     [
         *REFUSALS,
         (COMPLETION, {"prompt": "a" * 600}, "prompt"),
@@ -168,11 +168,11 @@ def test_a_request_is_refused_by_the_name_of_its_field(
     ids=str,
 )
 def test_the_name_does_not_hang_on_the_wording(
-    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, ask: dict, asked: dict, field: str
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, body: dict, more: dict, field: str
 ):
-    """Whatever the engine's refusals say: programs go by the field."""
+    """Whatever the messages of the engine's refusals are: programs go by the field."""
     monkeypatch.setattr(KVReclaimError, "__str__", lambda _: "it cannot be done.")
-    assert refusal(client, ask, asked).param == field
+    assert refusal(client, body, more).param == field
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -188,20 +188,20 @@ def test_a_prompt_that_is_too_long(client: openai.OpenAI, stream: bool):
 
 @pytest.mark.parametrize("part", ["content", "parts", "reasoning_content", "reasoning", "arguments", "tools"])
 def test_a_chat_that_is_far_too_long(client: openai.OpenAI, limited: Running, part: str):
-    """Whatever has the text, it is counted before the template writes it."""
+    """Text in any part of a chat is counted before the template renders it."""
     text = "a" * (limited.service.max_chars + 1)
     call = {"id": "x", "function": {"name": "f", "arguments": json.dumps({text: 1})}}
-    said = {
+    turn = {
         "content": {"content": text},
         "parts": {"content": [{"type": "text", "text": text}]},
         "arguments": {"tool_calls": [call]},
         "tools": {"content": ""},
     }.get(part, {"content": "", part: text})
-    asked: dict = {"messages": [{"role": "assistant", **said}, {"role": "user", "content": "the end"}]}
+    body: dict = {"messages": [{"role": "assistant", **turn}, {"role": "user", "content": "the end"}]}
     if part == "tools":
-        asked["tools"] = [{**TOOLS[0], "function": {"name": "f", "parameters": {"a": [{"enum": [text]}]}}}]
+        body["tools"] = [{**TOOLS[0], "function": {"name": "f", "parameters": {"a": [{"enum": [text]}]}}}]
     with pytest.raises(openai.BadRequestError, match="characters, but max_model_len") as refused:
-        client.chat.completions.create(**CHAT | asked)
+        client.chat.completions.create(**CHAT | body)
     assert refused.value.code == "context_length_exceeded"
     assert refused.value.param == ("tools" if part == "tools" else "messages")
 
@@ -213,13 +213,13 @@ def test_tokens_that_the_model_has_not(client: openai.OpenAI, tokens: list[int])
 
 
 def test_an_unknown_model(client: openai.OpenAI):
-    for ask in (
+    for request in (
         lambda: client.completions.create(**COMPLETION | {"model": "zoo"}),
         lambda: client.chat.completions.create(**CHAT | {"model": "zoo"}),
         lambda: client.models.retrieve("zoo"),
     ):
         with pytest.raises(openai.NotFoundError, match="'zoo' is not served") as refused:
-            ask()
+            request()
         assert refused.value.code == "model_not_found"
 
 
@@ -281,23 +281,23 @@ def test_whole_numbers_have_bounds(client: openai.OpenAI, field: str, most: int)
         with pytest.raises(openai.BadRequestError) as refused:
             client.completions.create(**COMPLETION | {"extra_body": {field: value}})
         assert refused.value.param == field
-    if field not in ("priority", "min_tokens"):  # this scheduler has none; more than max_tokens
+    if field not in ("priority", "min_tokens"):  # no priorities here; more than max_tokens
         fields = {"max_tokens": 1, field: most, "stop": "e"}
         assert client.completions.create(**{**COMPLETION, "extra_body": fields}).choices
 
 
 @pytest.mark.parametrize("field", ["budget", "interval", "sinks", "recent"])
 def test_compression_in_whole_numbers_has_bounds(client: openai.OpenAI, field: str):
-    asked = {"policy": "knorm"}
+    knorm = {"policy": "knorm"}
     for value in (2**31, 10**300):
         with pytest.raises(openai.BadRequestError, match=field):
-            client.completions.create(**COMPLETION, extra_body={"kv_compression": asked | {field: value}})
+            client.completions.create(**COMPLETION, extra_body={"kv_compression": knorm | {field: value}})
 
 
 def test_another_name_of_a_field_leaves_words_alone():
-    for message, told in (
+    for message, reworded in (
         ("messages is empty.", "input is empty."),
         ("5 messages came.", "5 messages came."),
     ):
         error = ApiError(400, message, "messages").about("input")
-        assert (error.message, error.param) == (told, "input")
+        assert (error.message, error.param) == (reworded, "input")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import web
 from running import MODEL, running_server
-from steering import Asking, paused, until
+from steering import PendingRequest, paused, until
 from talking import GREEDY, OTHER_NAME, PROMPT, Talker, talker
 from test_openai_sampling import SAMPLING
 
@@ -148,19 +148,19 @@ def kept_s(server: Talker, **fields: Any) -> int | None:
         patch.setattr(pins, "_clock", lambda: now)
         pins.clear()
         server.completion(prompt=list(range(100, 140)), max_tokens=1, **fields)
-        held = len(pins)
-        assert held in (0, 40 // 16)
+        num_pinned = len(pins)
+        assert num_pinned in (0, 40 // 16)
         for now in (300, 86_400):
-            if not held:
+            if not num_pinned:
                 return None
             now -= 1
             pins.expire()
-            assert len(pins) == held
+            assert len(pins) == num_pinned
             now += 1
             pins.expire()
             if not pins:
                 return now
-    raise AssertionError("kept for longer than anybody asked")
+    raise AssertionError("kept for longer than any request may ask")
 
 
 def check_prompt_cache_key(server: Talker) -> None:
@@ -243,11 +243,11 @@ def check_priority(server: Talker) -> None:
         with paused(server.running):
             body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "ignore_eos": True}
             priorities = [5, 5, 5, 5, -1, -1, -2, -1]
-            asked = []
+            sent = []
             for number, priority in enumerate(priorities):
-                asked.append(Asking(server.running, "/v1/completions", {**body, "priority": priority}))
+                sent.append(PendingRequest(server.running, "/v1/completions", {**body, "priority": priority}))
                 until(lambda number=number: engine.num_queued == number + 1)
-        assert {asking.answer().status_code for asking in asked} == {200}
+        assert {each.answer().status_code for each in sent} == {200}
     finally:
         engine.host.observers = observers
     assert order.priorities == sorted(priorities)
@@ -278,14 +278,14 @@ def check_compress_prompt_at(server: Talker) -> None:
 
 
 def check_conversation_snapshots(server: Talker) -> None:
-    """This server keeps none unless a request asks for it."""
-    prompt, found = [42 + i % 90 for i in range(120)], []
-    for said in (True, True, False, None):
-        ask = {"conversation_snapshots": said, "kv_compression": COMPRESSION, "return_token_ids": True}
-        given = server.completion(prompt=prompt, **GREEDY, **ask)
-        found.append(given["usage"]["prompt_tokens_details"]["snapshot_tokens"])
-        prompt += given["choices"][0]["token_ids"] + [7, 8]
-    assert found == [0, 131, 0, 0]
+    """This server keeps none unless a request has the field."""
+    prompt, snapshot_tokens = [42 + i % 90 for i in range(120)], []
+    for keep in (True, True, False, None):
+        fields = {"conversation_snapshots": keep, "kv_compression": COMPRESSION, "return_token_ids": True}
+        answer = server.completion(prompt=prompt, **GREEDY, **fields)
+        snapshot_tokens.append(answer["usage"]["prompt_tokens_details"]["snapshot_tokens"])
+        prompt += answer["choices"][0]["token_ids"] + [7, 8]
+    assert snapshot_tokens == [0, 131, 0, 0]
     assert server.refused(conversation_snapshots="no") == "conversation_snapshots"
 
 
@@ -311,23 +311,23 @@ QUESTION = "what was said of the sun"
 
 
 def check_documents(server: Talker) -> None:
-    """As the engine's own chunks; in whatever order, and in a chat before what the user says last."""
+    """As the engine's own chunks; in whatever order, and in a chat before the last user message."""
     sun, stars = DOCUMENTS[0] + "\n\n", "Stars\n" + DOCUMENTS[1]["text"] + "\n\n"
     for documents, texts in ((DOCUMENTS, [sun, stars]), (DOCUMENTS[::-1], [stars, sun])):
         (expected,) = server.oracle.generate([*map(Chunk, texts), QUESTION], SamplingParams(**GREEDY))
-        given = server.completion(prompt=QUESTION, documents=documents, **GREEDY)
-        assert given["choices"][0]["text"] == expected.outputs[0].text
-        usage = given["usage"]
+        answer = server.completion(prompt=QUESTION, documents=documents, **GREEDY)
+        assert answer["choices"][0]["text"] == expected.outputs[0].text
+        usage = answer["usage"]
         assert usage["prompt_tokens"] == len(expected.prompt_token_ids)
         assert usage["kv_cache"]["reused_tokens"] == expected.metrics.num_reused_tokens > 0
-    said = [{"role": "user", "content": "before"}, {"role": "user", "content": QUESTION}]
-    asked = server.prompt(messages=said, documents=DOCUMENTS)
-    assert asked == f"user:before;user:{sun}{stars}{QUESTION};assistant:"
+    messages = [{"role": "user", "content": "before"}, {"role": "user", "content": QUESTION}]
+    prompt = server.prompt(messages=messages, documents=DOCUMENTS)
+    assert prompt == f"user:before;user:{sun}{stars}{QUESTION};assistant:"
     assert server.refused(documents=DOCUMENTS, echo=True) == "echo"
     assert server.refused(documents=[""]) == "documents"
     assert server.refused(documents=[]) == "documents"
-    said = [{"role": "system", "content": QUESTION}]
-    assert server.refused("/v1/chat/completions", documents=DOCUMENTS, messages=said) == "documents"
+    messages = [{"role": "system", "content": QUESTION}]
+    assert server.refused("/v1/chat/completions", documents=DOCUMENTS, messages=messages) == "documents"
 
 
 def check_chunk_reuse(server: Talker) -> None:

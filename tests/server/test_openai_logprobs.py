@@ -44,10 +44,10 @@ def test_of_a_completion(client: openai.OpenAI, tiny_oracle: LLM):
 @pytest.mark.parametrize("stop", [None, "@@@"])
 def test_streamed_figures_are_those_of_the_whole_answer(client: openai.OpenAI, stop: str | None):
     """Also where text is held back: a character in parts, what may begin a stop string."""
-    asked = {**GREEDY, "prompt": PROMPT, "logprobs": 2, "stop": stop}
-    whole = client.completions.create(**asked).choices[0].logprobs.model_dump()
+    request = {**GREEDY, "prompt": PROMPT, "logprobs": 2, "stop": stop}
+    whole = client.completions.create(**request).choices[0].logprobs.model_dump()
     parts: dict[str, list] = {name: [] for name in whole}
-    for chunk in client.completions.create(**asked, stream=True):
+    for chunk in client.completions.create(**request, stream=True):
         for name, values in chunk.choices[0].logprobs.model_dump().items():
             parts[name] += values
     assert parts == whole
@@ -58,8 +58,8 @@ def test_of_a_chat(client: openai.OpenAI, tiny_oracle: LLM):
     messages = [{"role": "user", "content": PROMPT}]
     params = SamplingParams(temperature=0.0, max_tokens=24, logprobs=2)
     output = tiny_oracle.chat(messages, params)[0].outputs[0]
-    asked = {**GREEDY, "messages": messages, "logprobs": True, "top_logprobs": 2}
-    choice = client.chat.completions.create(**asked).choices[0]
+    request = {**GREEDY, "messages": messages, "logprobs": True, "top_logprobs": 2}
+    choice = client.chat.completions.create(**request).choices[0]
     assert len(choice.logprobs.content) == 24
     for token_id, report, found in zip(
         output.token_ids, output.logprobs, choice.logprobs.content, strict=True
@@ -97,8 +97,8 @@ def test_an_echo_goes_on_as_the_model_does(words: openai.OpenAI, stream: bool):
     """The answer's first word is joined to the prompt as the tokenizer joins words."""
     prompt = "GO L8 wave"
     alone = words.completions.create(prompt=prompt, **GREEDY).choices[0].text
-    asked = {**GREEDY, "prompt": prompt, "echo": True, "logprobs": 0}
-    answer = words.completions.create(**asked, stream=stream)
+    request = {**GREEDY, "prompt": prompt, "echo": True, "logprobs": 0}
+    answer = words.completions.create(**request, stream=stream)
     chunks = list(answer) if stream else [answer]
     assert "".join(chunk.choices[0].text for chunk in chunks) == f"{prompt} {alone}"
     tokens = [token for chunk in chunks for token in chunk.choices[0].logprobs.tokens]

@@ -69,12 +69,12 @@ def test_how_tokens_are_drawn(server: Talker, field: str):
 def test_seeds_are_signed_or_any(server: Talker):
     """-1 is as good as none; every other 64-bit integer is a seed of its own."""
     assert SamplingParams(seed=-1) == SamplingParams()
-    asked = {"max_tokens": 12, "temperature": 1.5}
+    params = {"max_tokens": 12, "temperature": 1.5}
     for seed in (-5, -(2**63), 2**64 - 1):
-        [output] = server.oracle.generate(PROMPT, SamplingParams(**asked, seed=seed))[0].outputs
+        [output] = server.oracle.generate(PROMPT, SamplingParams(**params, seed=seed))[0].outputs
         for _ in range(2):
-            assert server.completion(**asked, seed=seed)["choices"][0]["text"] == output.text
-    texts = {server.completion(**asked, seed=seed)["choices"][0]["text"] for seed in (-1, -1, -5, 5)}
+            assert server.completion(**params, seed=seed)["choices"][0]["text"] == output.text
+    texts = {server.completion(**params, seed=seed)["choices"][0]["text"] for seed in (-1, -1, -5, 5)}
     assert len(texts) == 4
 
 
@@ -121,15 +121,15 @@ def test_the_choices_are_the_engines(client: openai.OpenAI, tiny_oracle: LLM, fi
 def test_several_prompts_and_a_conversation(client: openai.OpenAI):
     answer = search(client, prompt=[STORY, "GO"], n=2, max_tokens=5)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    said = client.chat.completions.create(
+    chat = client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": "GO"}],
         n=2,
         max_tokens=5,
         extra_body={"use_beam_search": True},
     )
-    assert len(said.choices) == 2
-    first, second = (choice.sequences_scores for choice in said.choices)
+    assert len(chat.choices) == 2
+    first, second = (choice.sequences_scores for choice in chat.choices)
     assert first >= second
 
 

@@ -12,7 +12,7 @@ import httpx2
 import pytest
 import web
 from running import MODEL, Running, openai_client, running_server
-from steering import LIMIT_S, Asking
+from steering import LIMIT_S, PendingRequest
 
 from kvreclaim import LLM, CompressionConfig, demo_model
 from kvreclaim.server.openai import schemas
@@ -54,7 +54,7 @@ def test_models_for_anthropic(named: Running):
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=x", "zoo=1"])
-def test_a_list_that_nobody_can_give(named: Running, query: str):
+def test_a_list_with_an_unknown_query_is_refused(named: Running, query: str):
     answer = web.get(f"{named.base_url}/v1/models?{query}")
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == query.partition("=")[0]
@@ -93,19 +93,19 @@ def test_a_conversation_is_rendered_aside(tiny_server: Running, monkeypatch: pyt
 
     monkeypatch.setattr(tokenizer, "apply_chat_template", slowly)
     limit = {} if path == "/tokenize" else {"max_tokens": 1}
-    asking = Asking(tiny_server, path, {"model": MODEL, "messages": MESSAGES, **limit})
+    pending = PendingRequest(tiny_server, path, {"model": MODEL, "messages": MESSAGES, **limit})
     assert entered.wait(LIMIT_S)
     assert web.get(f"{tiny_server.base_url}/health").status_code == 200
     go.set()
-    assert asking.answer().status_code == 200
+    assert pending.answer().status_code == 200
 
 
 def test_a_conversation_is_tokenized_as_it_would_be_answered(tiny_server: Running):
     with openai_client(tiny_server) as client:
         for more in ({}, {"add_generation_prompt": False}, {"continue_final_message": True}):
-            asked = {"model": MODEL, "messages": MESSAGES, "max_tokens": 1}
+            params = {"model": MODEL, "messages": MESSAGES, "max_tokens": 1}
             extra = {"return_token_ids": True, **more}
-            chat = client.chat.completions.create(**asked, extra_body=extra)
+            chat = client.chat.completions.create(**params, extra_body=extra)
             answer = post(tiny_server, "/tokenize", messages=MESSAGES, **more).json()
             assert answer["tokens"] == chat.prompt_token_ids
 
@@ -154,7 +154,7 @@ def test_a_request_and_the_servers_own_compression():
         assert refused.json()["error"]["param"] == "kv_compression"
 
 
-ASKED = [
+FIELDS = [
     {},
     {"n": 2, "logprobs": True, "seed": 1},
     {"prompt_logprobs": 1, "return_token_ids": True, "temperature": 0},
@@ -162,7 +162,7 @@ ASKED = [
 ]
 
 
-@pytest.mark.parametrize("fields", ASKED, ids=str)
+@pytest.mark.parametrize("fields", FIELDS, ids=str)
 def test_answers_are_as_described(tiny_server: Running, fields: dict):
     """The OpenAPI description's models take every answer, and know every field of it."""
     body = {"model": MODEL, "max_tokens": 8, **fields}
@@ -175,12 +175,12 @@ def test_answers_are_as_described(tiny_server: Running, fields: dict):
     if "prompt_logprobs" in fields:
         return
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    for path, model, said in (
+    for path, model, prompt in (
         ("/v1/completions", schemas.Completion, {"prompt": "the end"}),
         ("/v1/chat/completions", schemas.ChatCompletionChunk, {"messages": MESSAGES}),
     ):
-        given = {**body, **fields} if "messages" in said else body
-        *events, end = post(tiny_server, path, **given, **said, **options).text.rstrip().split("\n\n")
+        given = {**body, **fields} if "messages" in prompt else body
+        *events, end = post(tiny_server, path, **given, **prompt, **options).text.rstrip().split("\n\n")
         assert end == "data: [DONE]"
         for event in events:
             model.model_validate(json.loads(event.removeprefix("data: ")))

@@ -80,7 +80,7 @@ def test_every_field_stands_on_the_page():
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
 LIMIT = re.compile(r"(max|min|allowed)_.*|.*_timeout_s|client_kv_compression")
 ELSEWHERE = {"shutdown_timeout_s"}
-"""It limits nobody: the section on stopping has it."""
+"""It limits no request: the section on stopping has it."""
 
 
 def rows() -> dict[str, list[str]]:
@@ -106,13 +106,13 @@ def test_every_limit_is_in_the_table():
 
 @pytest.mark.parametrize("flag", limits())
 def test_with_its_default_a_reason_and_an_answer(flag: str):
-    said, why, over = rows()[flag]
+    shown, reason, over = rows()[flag]
     default = limits()[flag]
     if default is True:
-        assert said == "off"
+        assert shown == "off"
     elif isinstance(default, (int, float)):
-        assert float(said.removesuffix(" s").replace(",", "")) == default
+        assert float(shown.removesuffix(" s").replace(",", "")) == default
     else:
-        assert said[0].isalpha() or said.startswith("256 KiB + 32 bytes"), "it depends on something"
-    assert why
+        assert shown[0].isalpha() or shown.startswith("256 KiB + 32 bytes"), "it depends on something"
+    assert reason
     assert re.search(r"\b(4\d\d|503)\b|the same|the end of", over)

@@ -17,7 +17,7 @@ from kvreclaim.server.openai import messages
 
 TEMPLATE = "{{ tools | tojson if tools }}{% for m in messages %} {{ m.content }}{% endfor %}"
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
-SAID = [{"role": "user", "content": "w20 w21"}]
+USER = [{"role": "user", "content": "w20 w21"}]
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +34,14 @@ def mistral(speaker_dir: Path) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def asked(*words: str, **more: Any) -> dict[str, Any]:
+def body(*words: str, **more: Any) -> dict[str, Any]:
     fields = saying(*words)
     penalty = {"repetition_penalty": fields.pop("repetition_penalty")}
-    return {"model": MODEL, "messages": SAID, "tools": TOOLS, **fields, "extra_body": penalty, **more}
+    return {"model": MODEL, "messages": USER, "tools": TOOLS, **fields, "extra_body": penalty, **more}
 
 
 def test_a_call(client: openai.OpenAI):
-    choice = client.chat.completions.create(**asked(*CALL)).choices[0]
+    choice = client.chat.completions.create(**body(*CALL)).choices[0]
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content is None
     [call] = choice.message.tool_calls
@@ -53,7 +53,7 @@ def test_a_call(client: openai.OpenAI):
 def test_text_and_a_call_in_a_stream(client: openai.OpenAI):
     """No part of a tag is ever shown as text."""
     text, calls, reasons = "", [], []
-    for chunk in client.chat.completions.create(**asked("Let", "me", "look.", *CALL), stream=True):
+    for chunk in client.chat.completions.create(**body("Let", "me", "look.", *CALL), stream=True):
         choice = chunk.choices[0]
         text += choice.delta.content or ""
         calls += choice.delta.tool_calls or []
@@ -66,7 +66,7 @@ def test_text_and_a_call_in_a_stream(client: openai.OpenAI):
 
 
 def test_a_call_that_was_cut_off_before_its_arguments_is_text(client: openai.OpenAI):
-    choice = client.chat.completions.create(**asked(*CALL), max_tokens=2).choices[0]
+    choice = client.chat.completions.create(**body(*CALL), max_tokens=2).choices[0]
     assert choice.finish_reason == "length"
     assert choice.message.tool_calls is None
     assert choice.message.content == " ".join(CALL[:2])
@@ -83,7 +83,7 @@ def test_a_call_that_was_cut_off_before_its_arguments_is_text(client: openai.Ope
 def test_a_call_that_was_cut_off_has_its_arguments_so_far(
     mistral: openai.OpenAI, more: dict[str, Any], reason: str, arguments: str, stream: bool
 ):
-    fields = asked(*MISTRAL_CALL, **more)
+    fields = body(*MISTRAL_CALL, **more)
     if stream:
         chunks = [chunk.choices[0] for chunk in mistral.chat.completions.create(**fields, stream=True)]
         parts = [part for chunk in chunks for part in chunk.delta.tool_calls or []]
@@ -97,23 +97,23 @@ def test_a_call_that_was_cut_off_has_its_arguments_so_far(
     [call] = choice.message.tool_calls
     assert (call.function.name, call.function.arguments) == ("weather", arguments)
     result = {"role": "tool", "tool_call_id": call.id, "content": "w30"}
-    again = asked("look.", messages=[*SAID, choice.message, result])
+    again = body("look.", messages=[*USER, choice.message, result])
     assert mistral.chat.completions.create(**again).choices[0].message.content == "look."
 
 
 @pytest.mark.parametrize("more", [{"tool_choice": "none"}, {"tools": None}])
 def test_without_tools_it_is_text(client: openai.OpenAI, more: dict[str, Any]):
-    choice = client.chat.completions.create(**asked(*CALL, **more)).choices[0]
+    choice = client.chat.completions.create(**body(*CALL, **more)).choices[0]
     assert choice.finish_reason == "stop"
     assert choice.message.tool_calls is None
     assert choice.message.content == " ".join(CALL)
 
 
 def test_an_answer_with_a_call_can_be_sent_back(client: openai.OpenAI):
-    message = client.chat.completions.create(**asked(*CALL)).choices[0].message
+    message = client.chat.completions.create(**body(*CALL)).choices[0].message
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "w30"}
-    words = asked("look.", messages=[*SAID, message, result])
-    assert client.chat.completions.create(**words).choices[0].message.content == "look."
+    again = body("look.", messages=[*USER, message, result])
+    assert client.chat.completions.create(**again).choices[0].message.content == "look."
 
 
 def answered(client: openai.OpenAI, arguments: str) -> str:
@@ -121,7 +121,7 @@ def answered(client: openai.OpenAI, arguments: str) -> str:
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
     result = {"role": "tool", "tool_call_id": "c", "content": "w30"}
     answer = client.chat.completions.create(
-        **asked("look.", messages=[*SAID, {"role": "assistant", "tool_calls": [call]}, result])
+        **body("look.", messages=[*USER, {"role": "assistant", "tool_calls": [call]}, result])
     )
     return answer.choices[0].message.content
 

@@ -1,4 +1,4 @@
-"""A pool that is smaller than the model's context: what clients are told, and where their answers end."""
+"""A pool that is smaller than the model's context: the limits that clients see, and how answers end."""
 
 from __future__ import annotations
 

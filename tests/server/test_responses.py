@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import web
-from responding import ask, events, post, refused, said
+from responding import ask, events, outputs, post, refused
 from running import MODEL, Running, running_server
 from speaking import CALL, MISTRAL_CALL, saying
-from steering import LIMIT_S, Asking, assert_empty, halted
+from steering import LIMIT_S, PendingRequest, assert_empty, halted
 
 from kvreclaim import LLM
 from kvreclaim.engine.serving.core import Update
@@ -32,7 +32,7 @@ TEMPLATE = (
 )
 TOOLS = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
 THOUGHT = ("<think>", "Let", "me", "</think>", "look.")
-SAID = {"input": "w20 w21", "tools": TOOLS}
+REQUEST = {"input": "w20 w21", "tools": TOOLS}
 
 
 @pytest.fixture(scope="module")
@@ -43,22 +43,22 @@ def server(speaker_dir: Path) -> Iterator[Running]:
 
 @pytest.fixture
 def prompts(server: Running, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the model got to read, request by request."""
-    read: list[str] = []
+    """Collect the prompts that the model reads, one per request."""
+    decoded: list[str] = []
     submit = server.service.submit
 
     def spy(request_id: str, specs: list[Any]) -> Any:
         decode = server.service.tokenizer.decode
-        read.extend(str(decode(spec.prompt_token_ids, skip_special_tokens=False)) for spec in specs)
+        decoded.extend(str(decode(spec.prompt_token_ids, skip_special_tokens=False)) for spec in specs)
         return submit(request_id, specs)
 
     monkeypatch.setattr(server.service, "submit", spy)
-    return read
+    return decoded
 
 
 def test_text_reasoning_and_a_call(server: Running) -> None:
-    response = ask(server, **SAID, **saying(*THOUGHT, *CALL[:4]))
-    assert said(response) == [
+    response = ask(server, **REQUEST, **saying(*THOUGHT, *CALL[:4]))
+    assert outputs(response) == [
         ("reasoning", "Let me"),
         ("message", "look."),
         ("function_call", '{"city":"Bern"}'),
@@ -75,30 +75,30 @@ def test_text_reasoning_and_a_call(server: Running) -> None:
 def test_log_probabilities_are_the_texts_alone(server: Running, stream: bool) -> None:
     """Tokens of reasoning, calls and markers have none here, however the answer is cut."""
     fields = {
-        **SAID,
+        **REQUEST,
         "include": ["message.output_text.logprobs"],
         "top_logprobs": 2,
         **saying(*THOUGHT, *CALL[:4]),
     }
-    found = events(server, **fields) if stream else []
-    response = found[-1]["response"] if stream else ask(server, **fields)
+    received = events(server, **fields) if stream else []
+    response = received[-1]["response"] if stream else ask(server, **fields)
     [message] = [item for item in response["output"] if item["type"] == "message"]
     logprobs = message["content"][0]["logprobs"]
     assert [entry["token"].strip() for entry in logprobs] == ["look."]
     assert len(logprobs[0]["top_logprobs"]) == 2
-    told = [
+    streamed = [
         entry
-        for event in found
+        for event in received
         if event["type"].endswith("text.delta")
         for entry in event.get("logprobs", [])
     ]
-    assert told == (logprobs if stream else [])
+    assert streamed == (logprobs if stream else [])
 
 
 def test_a_broken_call_in_a_whole_answer_is_text_with_log_probabilities(server: Running) -> None:
     include = ["message.output_text.logprobs"]
     words = ("look.", *CALL[:3], "me")
-    fields = {**SAID, "include": include, **saying(*words)}
+    fields = {**REQUEST, "include": include, **saying(*words)}
     [message] = ask(server, **fields)["output"]
     content = message["content"][0]
     assert content["text"].split() == [*words]
@@ -110,31 +110,31 @@ def test_a_broken_call_in_a_whole_answer_is_text_with_log_probabilities(server: 
 
 def test_the_same_as_events(server: Running) -> None:
     """In their order; the deltas of each item make what it holds in the end."""
-    fields = {**SAID, **saying(*THOUGHT, *CALL[:4])}
-    found = events(server, **fields)
-    kinds = [event["type"].removeprefix("response.") for event in found]
+    fields = {**REQUEST, **saying(*THOUGHT, *CALL[:4])}
+    received = events(server, **fields)
+    kinds = [event["type"].removeprefix("response.") for event in received]
     text = ["content_part.added", "{}.delta", "{}.done", "content_part.done", "output_item.done"]
     expected = ["created", "in_progress"]
     for kind in ("reasoning_text", "output_text"):
         expected += ["output_item.added", *(name.format(kind) for name in text)]
     call = "function_call_arguments"
     expected += ["output_item.added", f"{call}.delta", f"{call}.done", "output_item.done", "completed"]
-    assert list(dict.fromkeys(zip(kinds, [e.get("output_index") for e in found], strict=True))) == list(
+    assert list(dict.fromkeys(zip(kinds, [e.get("output_index") for e in received], strict=True))) == list(
         dict.fromkeys(zip(expected, [None] * 2 + [0] * 6 + [1] * 6 + [2] * 4 + [None], strict=True))
     )
-    response = found[-1]["response"]
+    response = received[-1]["response"]
     for index, item in enumerate(response["output"]):
-        own = [event for event in found if event.get("output_index") == index]
+        own = [event for event in received if event.get("output_index") == index]
         written = "".join(event.get("delta", "") for event in own)
-        assert (item["type"], written) == said(response)[index]
+        assert (item["type"], written) == outputs(response)[index]
         assert own[-1]["item"] == item
         assert {event.get("item_id", item["id"]) for event in own} == {item["id"]}
-    assert said(response) == said(ask(server, **fields))
+    assert outputs(response) == outputs(ask(server, **fields))
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_output_that_was_cut_off(server: Running, stream: bool) -> None:
-    fields = {**SAID, "max_output_tokens": 2, **saying("Let", "me", "look.")}
+    fields = {**REQUEST, "max_output_tokens": 2, **saying("Let", "me", "look.")}
     response = events(server, **fields)[-1]["response"] if stream else ask(server, **fields)
     assert response["status"] == "incomplete"
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -143,25 +143,25 @@ def test_an_output_that_was_cut_off(server: Running, stream: bool) -> None:
 
 
 def test_an_answer_without_words_is_an_empty_message(server: Running) -> None:
-    assert said(ask(server, **SAID, **saying())) == [("message", "")]
-    assert [event["type"] for event in events(server, **SAID, **saying())][-2:] == [
+    assert outputs(ask(server, **REQUEST, **saying())) == [("message", "")]
+    assert [event["type"] for event in events(server, **REQUEST, **saying())][-2:] == [
         "response.output_item.done",
         "response.completed",
     ]
 
 
 def test_a_call_cut_off_in_a_stream_is_not_read_again(server: Running, prompts: list[str]) -> None:
-    """Its arguments have been told of already; whole, it is text, as in chat."""
-    fields = {**SAID, "max_output_tokens": 2, **saying(*CALL)}
+    """Its arguments have been streamed already; in a whole answer it is text, as in chat."""
+    fields = {**REQUEST, "max_output_tokens": 2, **saying(*CALL)}
     last = events(server, **fields)[-1]["response"]
     assert last["status"] == "incomplete"
     ask(server, input="w22", previous_response_id=last["id"], **saying("me"))
-    assert said(ask(server, **fields)) == [("message", " ".join(CALL[:2]))]
+    assert outputs(ask(server, **fields)) == [("message", " ".join(CALL[:2]))]
     assert " w22" in prompts[1]
 
 
 def test_a_call_cut_off_within_its_arguments_is_incomplete(speaker_dir: Path) -> None:
-    fields = {**SAID, "max_output_tokens": 3, **saying("look.", *MISTRAL_CALL)}
+    fields = {**REQUEST, "max_output_tokens": 3, **saying("look.", *MISTRAL_CALL)}
     fields["include"] = ["message.output_text.logprobs"]
     with running_server(LLM(speaker_dir, num_blocks=64), tool_call_parser="mistral") as server:
         for response in (ask(server, **fields), events(server, **fields)[-1]["response"]):
@@ -194,7 +194,7 @@ def test_a_call_may_be_without_arguments_or_broken(server: Running, prompts: lis
 def test_three_turns_are_one_conversation(server: Running, prompts: list[str]) -> None:
     """previous_response_id gives the model what the whole conversation gives it, instructions apart."""
     call = saying(*THOUGHT, *CALL[:4])
-    first = ask(server, **SAID, instructions="w40", **call)
+    first = ask(server, **REQUEST, instructions="w40", **call)
     result = {"type": "function_call_output", "call_id": first["output"][2]["call_id"], "output": "w30"}
     second = ask(
         server,
@@ -226,7 +226,7 @@ def test_three_turns_are_one_conversation(server: Running, prompts: list[str]) -
             ],
         },
         {"role": "tool", "tool_call_id": "c", "content": "w30"},
-        {"role": "assistant", "content": said(second)[0][1]},
+        {"role": "assistant", "content": outputs(second)[0][1]},
         {"role": "user", "content": "w23"},
     ]
     function = {name: value for name, value in TOOLS[0].items() if name != "type"}
@@ -237,8 +237,8 @@ def test_three_turns_are_one_conversation(server: Running, prompts: list[str]) -
 
 
 def test_items_that_are_named_are_those_that_were_kept(server: Running, prompts: list[str]) -> None:
-    """As previous_response_id has them; the named ones are what is kept again."""
-    first = ask(server, **SAID, **saying(*THOUGHT, *CALL[:4]))
+    """previous_response_id gives the same items; those that are named are stored again."""
+    first = ask(server, **REQUEST, **saying(*THOUGHT, *CALL[:4]))
     user = {"role": "user", "content": "w20 w21"}
     names = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
     result = {"type": "function_call_output", "call_id": first["output"][2]["call_id"], "output": "w30"}
@@ -270,7 +270,7 @@ def test_items_of_a_conversation_are_kept_in_order(server: Running) -> None:
     assert web.get(address).json() == second
     page = web.get(f"{address}/input_items", params={"order": "asc"}).json()
     texts = [item["content"][0]["text"] for item in page["data"]]
-    assert texts == ["w40", "w20", said(first)[0][1], "w21"]
+    assert texts == ["w40", "w20", outputs(first)[0][1], "w21"]
     assert page["data"][2] == first["output"][0]
     ids = [item["id"] for item in page["data"]]
     turned = web.get(f"{address}/input_items", params={"limit": 2, "after": ids[3]}).json()
@@ -301,7 +301,7 @@ def test_store_false_keeps_nothing(server: Running) -> None:
     assert web.get(f"{server.base_url}/v1/responses/{response['id']}").status_code == 404
 
 
-def test_settings_are_told_again(server: Running) -> None:
+def test_settings_are_echoed(server: Running) -> None:
     given = {
         "instructions": "w40",
         "metadata": {"a": "b"},
@@ -315,15 +315,15 @@ def test_settings_are_told_again(server: Running) -> None:
         "prompt_cache_retention": "24h",
         "max_tool_calls": 3,
     }
-    response = ask(server, **SAID, **given)
+    response = ask(server, **REQUEST, **given)
     assert {name: response[name] for name in given} == given
     assert response["tools"][0]["name"] == "weather"
     assert response["created_at"] <= response["completed_at"] if response["completed_at"] else True
 
 
 def test_without_tools_calls_are_text(server: Running, prompts: list[str]) -> None:
-    fields = {**SAID, "tool_choice": "none", "chat_template_kwargs": {"mood": "w50"}}
-    assert said(ask(server, **fields, **saying(*CALL[:4]))) == [("message", " ".join(CALL[:4]))]
+    fields = {**REQUEST, "tool_choice": "none", "chat_template_kwargs": {"mood": "w50"}}
+    assert outputs(ask(server, **fields, **saying(*CALL[:4]))) == [("message", " ".join(CALL[:4]))]
     assert "weather" not in prompts[0]
     assert prompts[0].endswith("w50")
 
@@ -445,8 +445,8 @@ def test_instructions_and_a_leading_system_message_are_one(server: Running, prom
         ({"input": "w20", "prompt": {"id": "x"}}, "prompt"),
         ({"input": "w20", "background": True, "store": False}, "store"),
         ({"input": "w20", "tools": [{"type": "web_search"}]}, "tools.0"),
-        ({**SAID, "tool_choice": "required"}, "tool_choice"),
-        ({**SAID, "tools": [{**TOOLS[0], "strict": True}]}, "tools.0.strict"),
+        ({**REQUEST, "tool_choice": "required"}, "tool_choice"),
+        ({**REQUEST, "tools": [{**TOOLS[0], "strict": True}]}, "tools.0.strict"),
         ({"input": "w20", "text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"input": "w20", "tools": [{"type": "function", "name": ""}]}, "tools.0.name"),
         ({"input": "w20", "include": ["web_search_call.results"]}, "include"),
@@ -495,13 +495,13 @@ def test_other_statuses(server: Running) -> None:
     assert refused(server, 404, model="zoo", input="w20")[0] == "model"
     long = {"input": [{"role": "user", "content": "a"}] * 600}
     assert refused(server, **long)[0] == "input"
-    found = events(server, input="w20", **saying("me"))
-    assert found[0]["response"]["status"] == "in_progress"
+    received = events(server, input="w20", **saying("me"))
+    assert received[0]["response"]["status"] == "in_progress"
 
 
 def test_a_failure_is_the_last_event(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvreclaim.server.responses.answer.ResponseAnswer._take", None)
-    last = events(server, **SAID, **saying("me"))[-1]
+    last = events(server, **REQUEST, **saying("me"))[-1]
     assert last["response"]["usage"] is None
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
     assert last["response"]["error"]["code"] == "server_error"
@@ -524,24 +524,24 @@ def test_a_failure_ends_the_item_that_is_open(server: Running, monkeypatch: pyte
             yield [updates()]
 
     monkeypatch.setattr(server.service, "submit", broken)
-    found = events(server, **SAID, **saying("Let", "me"))
-    assert [event["type"].removeprefix("response.") for event in found[-4:]] == [
+    received = events(server, **REQUEST, **saying("Let", "me"))
+    assert [event["type"].removeprefix("response.") for event in received[-4:]] == [
         *("output_text.done", "content_part.done", "output_item.done", "failed"),
     ]
-    response = found[-1]["response"]
-    assert said(response) == [("message", "Let me")]
-    assert response["output"] == [found[-2]["item"]]
+    response = received[-1]["response"]
+    assert outputs(response) == [("message", "Let me")]
+    assert response["output"] == [received[-2]["item"]]
     assert response["output"][0]["status"] == "incomplete"
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_server_that_shuts_down_fails_what_runs(server: Running, stream: bool) -> None:
-    body = {"model": MODEL, **SAID, "ignore_eos": True, "stream": stream}
+    body = {"model": MODEL, **REQUEST, "ignore_eos": True, "stream": stream}
     with halted(server) as wait:
-        asking = Asking(server, "/v1/responses", body)
+        pending = PendingRequest(server, "/v1/responses", body)
         wait()
         aborted = asyncio.run_coroutine_threadsafe(server.service.engine.abort_all(), server.loop)
-        answer = asking.answer()
+        answer = pending.answer()
         aborted.result(LIMIT_S)
     last = json.loads(answer.text.rpartition("data: ")[2]) if stream else answer.json()
     response = last["response"] if stream else last
@@ -551,7 +551,7 @@ def test_a_server_that_shuts_down_fails_what_runs(server: Running, stream: bool)
 
 
 def test_who_leaves_a_stream_takes_its_request_along(server: Running) -> None:
-    body = {"model": MODEL, **SAID, "ignore_eos": True, "stream": True}
+    body = {"model": MODEL, **REQUEST, "ignore_eos": True, "stream": True}
     with halted(server), web.stream("POST", f"{server.base_url}/v1/responses", json=body) as answer:
         first = json.loads(next(line for line in answer.iter_lines() if line.startswith("data: "))[6:])
         answer.close()

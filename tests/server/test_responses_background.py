@@ -29,8 +29,8 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def words(*said: str) -> dict[str, object]:
-    return {"extra_body": saying(*said)}
+def words(*output: str) -> dict[str, object]:
+    return {"extra_body": saying(*output)}
 
 
 def ended(client: openai.OpenAI, response_id: str) -> openai.types.responses.Response:

@@ -26,8 +26,8 @@ def client(speaker: LLM) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def words(*said: str) -> dict[str, Any]:
-    return {"extra_body": saying(*said)}
+def words(*output: str) -> dict[str, Any]:
+    return {"extra_body": saying(*output)}
 
 
 def test_an_agents_loop(client: openai.OpenAI) -> None:

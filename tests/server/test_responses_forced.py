@@ -55,7 +55,7 @@ def test_a_forced_call(server: Running, choice: Any, names: set[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "strict"),
     [
         ({}, [True, True]),
         ({"skip_special_tokens": True}, [True, True]),
@@ -65,18 +65,18 @@ def test_a_forced_call(server: Running, choice: Any, names: set[str]) -> None:
     ],
 )
 def test_functions_are_strict_where_they_can_be(
-    server: Running, more: dict[str, Any], told: list[bool]
+    server: Running, more: dict[str, Any], strict: list[bool]
 ) -> None:
     """A strict one among others with a name that no grammar has would be refused, so none is."""
     response = ask(
         server, **{**GIVEN, "tools": [{**CITY, "strict": None}, NOW], **more, "max_output_tokens": 4}
     )
-    assert [tool["strict"] for tool in response["tools"]] == told
+    assert [tool["strict"] for tool in response["tools"]] == strict
 
 
-@pytest.mark.parametrize(("wrong", "told"), [(None, {True}), (2, {False})])
+@pytest.mark.parametrize(("wrong", "strict"), [(None, {True}), (2, {False})])
 def test_of_many_functions_all_are_strict_or_none(
-    server: Running, monkeypatch: pytest.MonkeyPatch, wrong: int | None, told: set[bool]
+    server: Running, monkeypatch: pytest.MonkeyPatch, wrong: int | None, strict: set[bool]
 ) -> None:
     monkeypatch.setattr(translate, "MOST_ALONE", 3)
     tools = [{**NOW, "name": f"f{number}"} for number in range(4)]
@@ -85,7 +85,7 @@ def test_of_many_functions_all_are_strict_or_none(
         param, message = refused(server, **{**GIVEN, "tools": tools, "tool_choice": "required"})
         assert param == f"tools.{wrong}.parameters", message
     response = ask(server, **{**GIVEN, "tools": tools, "max_output_tokens": 4})
-    assert {tool["strict"] for tool in response["tools"]} == told
+    assert {tool["strict"] for tool in response["tools"]} == strict
 
 
 def test_a_schema(server: Running) -> None:

@@ -29,8 +29,8 @@ def server() -> Iterator[Running]:
 def complete(server: Running, **compression: object) -> openai.types.Completion:
     with openai_client(server) as client:
         extra = {"kv_compression": compression} if compression else {}
-        asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 60, "temperature": 0, "extra_body": extra}
-        return client.completions.create(**asked)
+        request = {"model": MODEL, "prompt": PROMPT, "max_tokens": 60, "temperature": 0, "extra_body": extra}
+        return client.completions.create(**request)
 
 
 def test_answers_are_those_of_the_whole_precision(server):
@@ -60,7 +60,7 @@ def test_a_policy_that_the_format_excludes_is_a_400(server):
 
 
 DOCUMENT = " ".join(f"k{i % 9 + 1} v{i % 7 + 1}" for i in range(100))
-ASKED = {"model": MODEL, "prompt": DOCUMENT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+REQUEST = {"model": MODEL, "prompt": DOCUMENT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
 
 def options(tmp_path: Path) -> list[str]:
@@ -75,7 +75,7 @@ def test_a_second_server_finds_what_the_first_one_computed(engine: str, tmp_path
     answers = []
     for _ in range(2):
         with served(tmp_path, *options(tmp_path), engine) as server:
-            answers.append(web.post(f"{server.base_url}/v1/completions", json=ASKED).json())
+            answers.append(web.post(f"{server.base_url}/v1/completions", json=REQUEST).json())
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(LIMIT_S) == 0, server.log.read_text()
     first, second = answers

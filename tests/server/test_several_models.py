@@ -65,10 +65,10 @@ def router(tmp_path_factory: pytest.TempPathFactory, tiny_dir: Callable[[str], P
 
 def test_a_model_is_loaded_once_at_first_use_and_answers_as_alone(router: Served, server: Running) -> None:
     assert states(router) == dict.fromkeys((MODEL, "alias", "tiny", "small"), "unloaded")
-    asked = ["/v1/completions", {"model": MODEL, **PROMPT}]
+    request = ["/v1/completions", {"model": MODEL, **PROMPT}]
     with ThreadPoolExecutor(3) as pool:
-        answers = [each.result() for each in [pool.submit(post, router.base_url, *asked) for _ in range(3)]]
-    alone = post(server.base_url, *asked).json()["choices"]
+        answers = [each.result() for each in [pool.submit(post, router.base_url, *request) for _ in range(3)]]
+    alone = post(server.base_url, *request).json()["choices"]
     assert [answer.json()["choices"] for answer in answers] == [alone] * 3
     assert metric(router, "model_loads_total") == 1
     assert (states(router)["alias"], states(router)["tiny"]) == ("loaded", "unloaded")
@@ -215,13 +215,13 @@ def test_idle_models_are_unloaded_and_keys_hold_for_every_process(tmp_path: Path
         failed = web.post(url, json={**body, "model": "broken"}, headers=own)
         assert failed.status_code == 503
         assert "'broken' did not start (exit code 2)" in failed.json()["error"]["message"]
-        asked = pool.submit(web.post, url, json=body, headers=own)
+        keyed = pool.submit(web.post, url, json=body, headers=own)
         until(lambda: [child.children() for child in processes(router)] not in ([], [[]]))
         [child] = processes(router)
         family = [child, *child.children()]
         [port] = {each.laddr.port for each in child.net_connections() if each.status == "LISTEN"}
         keyless = pool.submit(web.post, f"http://127.0.0.1:{port}/v1/completions", json=body)
-        assert (asked.result().status_code, keyless.result().status_code) == (200, 401)
+        assert (keyed.result().status_code, keyless.result().status_code) == (200, 401)
         assert KEY not in " ".join(child.cmdline())
         router.process.kill()
         psutil.wait_procs(family, LIMIT_S)

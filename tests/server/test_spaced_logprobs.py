@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from kvreclaim import LLM
 
 TOP = 5
-ASKED: dict[str, Any] = {"model": MODEL, "max_tokens": 16, "seed": 3, "temperature": 1.5}
+SAMPLED: dict[str, Any] = {"model": MODEL, "max_tokens": 16, "seed": 3, "temperature": 1.5}
 MESSAGES = [{"role": "user", "content": "the end"}]
 
 
@@ -38,10 +38,10 @@ def client(
 
 
 @pytest.fixture
-def asked(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """Words are drawn; alternatives, which are the model's own, are any tokens."""
+def fields(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """Fields of a request that samples words; the alternatives are the model's own, any tokens."""
     words = tokenizer.convert_tokens_to_ids(tiny_spaced.WORDS)
-    return ASKED | {"logit_bias": {str(word): 100 for word in words}}
+    return SAMPLED | {"logit_bias": {str(word): 100 for word in words}}
 
 
 @pytest.fixture
@@ -49,9 +49,9 @@ def prompt(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     return tokenizer.convert_tokens_to_ids(["<s>", "▁the", "▁end"])
 
 
-def completed(client: openai.OpenAI, *, stream: bool, **asked: Any) -> CompletionChoice:
-    """The choice; of a stream its chunks' put together."""
-    answer = client.completions.create(**asked, stream=stream)
+def completed(client: openai.OpenAI, *, stream: bool, **fields: Any) -> CompletionChoice:
+    """Return the choice; a stream's is its chunks put together."""
+    answer = client.completions.create(**fields, stream=stream)
     whole, *more = [chunk.choices[0] for chunk in (answer if stream else [answer]) if chunk.choices]
     for choice in more:
         whole.text += choice.text
@@ -63,9 +63,9 @@ def completed(client: openai.OpenAI, *, stream: bool, **asked: Any) -> Completio
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("echo", [False, True])
 def test_of_a_completion(
-    client: openai.OpenAI, asked: dict[str, Any], prompt: list[int], *, echo: bool, stream: bool
+    client: openai.OpenAI, fields: dict[str, Any], prompt: list[int], *, echo: bool, stream: bool
 ) -> None:
-    choice = completed(client, **asked, prompt=prompt, logprobs=TOP, echo=echo, stream=stream)
+    choice = completed(client, **fields, prompt=prompt, logprobs=TOP, echo=echo, stream=stream)
     found, num_special = choice.logprobs, int(echo)
     tokens = found.tokens[num_special:]  # the first one of the prompt adds nothing
     assert len(tokens) == 16 + 2 * echo
@@ -81,8 +81,8 @@ def test_of_a_completion(
         assert len(top) == TOP + (likelier >= TOP)
 
 
-def test_without_alternatives(client: openai.OpenAI, asked: dict[str, Any], prompt: list[int]) -> None:
-    found = completed(client, **asked, prompt=prompt, logprobs=0, stream=False).logprobs
+def test_without_alternatives(client: openai.OpenAI, fields: dict[str, Any], prompt: list[int]) -> None:
+    found = completed(client, **fields, prompt=prompt, logprobs=0, stream=False).logprobs
     pairs = zip(found.tokens, found.token_logprobs, strict=True)
     assert all(top.items() >= {pair} for top, pair in zip(found.top_logprobs, pairs, strict=True))
     assert all(len(top) == 1 for top in found.top_logprobs)
@@ -90,22 +90,22 @@ def test_without_alternatives(client: openai.OpenAI, asked: dict[str, Any], prom
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_cuts_the_text_and_no_token(
-    client: openai.OpenAI, asked: dict[str, Any], prompt: list[int], stream: bool
+    client: openai.OpenAI, fields: dict[str, Any], prompt: list[int], stream: bool
 ) -> None:
-    whole = completed(client, **asked, prompt=prompt, logprobs=TOP, stream=False)
+    whole = completed(client, **fields, prompt=prompt, logprobs=TOP, stream=False)
     stop = whole.text[9:12]
-    cut = completed(client, **asked, prompt=prompt, logprobs=TOP, stop=stop, stream=stream)
+    cut = completed(client, **fields, prompt=prompt, logprobs=TOP, stop=stop, stream=stream)
     assert cut.text == whole.text[: whole.text.find(stop)]
-    said, num_tokens = "".join(cut.logprobs.tokens), len(cut.logprobs.tokens)
-    assert said.startswith(cut.text + stop)
+    text, num_tokens = "".join(cut.logprobs.tokens), len(cut.logprobs.tokens)
+    assert text.startswith(cut.text + stop)
     for name, values in cut.logprobs.model_dump().items():
         assert values == getattr(whole.logprobs, name)[:num_tokens]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_of_a_chat(client: openai.OpenAI, asked: dict[str, Any], stream: bool) -> None:
+def test_of_a_chat(client: openai.OpenAI, fields: dict[str, Any], stream: bool) -> None:
     more = {"messages": MESSAGES, "logprobs": True, "top_logprobs": TOP, "stream": stream}
-    answer = client.chat.completions.create(**asked, **more)
+    answer = client.chat.completions.create(**fields, **more)
     choices = [chunk.choices[0] for chunk in (answer if stream else [answer])]
     text = "".join((each.delta if stream else each.message).content or "" for each in choices)
     found = [entry for each in choices if each.logprobs for entry in each.logprobs.content]
@@ -117,9 +117,9 @@ def test_of_a_chat(client: openai.OpenAI, asked: dict[str, Any], stream: bool) -
 
 
 def test_prompt_logprobs(
-    client: openai.OpenAI, asked: dict[str, Any], prompt: list[int], tokenizer: PreTrainedTokenizerFast
+    client: openai.OpenAI, fields: dict[str, Any], prompt: list[int], tokenizer: PreTrainedTokenizerFast
 ) -> None:
     extra = {"prompt_logprobs": TOP}
-    [_, *found] = completed(client, **asked, prompt=prompt, extra_body=extra, stream=False).prompt_logprobs
+    [_, *found] = completed(client, **fields, prompt=prompt, extra_body=extra, stream=False).prompt_logprobs
     given = [entry[str(token)]["decoded_token"] for entry, token in zip(found, prompt[1:], strict=True)]
     assert given == ["the", " end"]

@@ -14,7 +14,7 @@ from running import MODEL, openai_client, running_server
 
 from kvreclaim import LLM
 
-SAID = [{"role": "user", "content": "A cat of three years."}]
+MESSAGES = [{"role": "user", "content": "A cat of three years."}]
 
 
 class Animal(BaseModel):
@@ -39,7 +39,7 @@ def client(real_dir: Path) -> Iterator[openai.OpenAI]:
 
 
 def chat(client: openai.OpenAI, **fields: Any) -> Any:
-    return client.chat.completions.create(model=MODEL, messages=SAID, max_tokens=200, seed=1, **fields)
+    return client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=200, seed=1, **fields)
 
 
 def test_json_schema_whole_and_streamed(client: openai.OpenAI) -> None:
@@ -56,7 +56,7 @@ def test_json_schema_whole_and_streamed(client: openai.OpenAI) -> None:
 
 def test_parse_of_the_clients_own(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(
-        model=MODEL, messages=SAID, max_tokens=60, seed=2, response_format=Animal
+        model=MODEL, messages=MESSAGES, max_tokens=60, seed=2, response_format=Animal
     )
     assert isinstance(answer.choices[0].message.parsed, Animal)
 
@@ -85,7 +85,7 @@ def test_structured_outputs_of_both_routes(
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "said"),
+    ("fields", "param", "message"),
     [
         (
             {
@@ -161,12 +161,12 @@ def test_structured_outputs_of_both_routes(
     ],
 )
 def test_refusals_name_the_place(
-    client: openai.OpenAI, fields: dict[str, Any], param: str, said: str
+    client: openai.OpenAI, fields: dict[str, Any], param: str, message: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model=MODEL, messages=SAID, **fields)
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, **fields)
     assert caught.value.param == param
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def wide(count: int) -> dict[str, Any]:
@@ -215,12 +215,12 @@ CONFLICTS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "param", "said"), CONFLICTS)
+@pytest.mark.parametrize(("fields", "param", "message"), CONFLICTS)
 @pytest.mark.parametrize("stream", [False, True])
 def test_fields_that_leave_no_token_are_named(
-    client: openai.OpenAI, fields: dict[str, Any], param: str, said: str, stream: bool
+    client: openai.OpenAI, fields: dict[str, Any], param: str, message: str, stream: bool
 ) -> None:
-    with pytest.raises(openai.APIError, match=rf"{said}.*leave no token that may come") as refused:
+    with pytest.raises(openai.APIError, match=rf"{message}.*leave no token that may come") as refused:
         list(chat(client, extra_body=fields, stream=stream))
     assert refused.value.param == param
     assert refused.value.type == "invalid_request_error"

@@ -1,4 +1,4 @@
-"""Nothing that one tenant does tells another one what it has asked before."""
+"""Nothing that one tenant does reveals the prompts of another one."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def complete(server: Running, key: str, **extra: Any) -> int:
 def test_a_prefix_is_shared_within_a_key_only(server: Running):
     first = ask(server, "alice")
     assert first[0] == 0 < first[1]
-    assert ask(server, "bob") == first, "as if nobody had asked before"
+    assert ask(server, "bob") == first, "as if no request had come before"
     assert ask(server, "alice") == (first[1], 0)
     assert ask(server, "bob") == (first[1], 0)
 
@@ -107,7 +107,7 @@ def test_a_salt_cannot_be_made_to_look_like_another_tenant(server: Running):
 
 
 def work_for_bob(directory: Path, *before: tuple[str, str]) -> tuple[Any, ...]:
-    """Steps, usage and answer of bob's prompt after what others (key, prompt) asked."""
+    """Steps, usage and answer of bob's prompt after the requests (key, prompt) of others."""
     work = Work()
     with running_server(LLM(directory, num_blocks=128), api_keys=KEYS, operator_key="operator") as server:
         engine = server.service.engine
@@ -140,16 +140,16 @@ def test_the_work_for_a_tenant_is_the_same_whatever_another_has_cached(tiny_dir:
     assert choices == alone[2]
 
 
-def test_the_engine_is_told_for_whom_it_works(server: Running, monkeypatch: pytest.MonkeyPatch):
-    engine, told = server.llm.engine, []
+def test_the_engine_gets_the_tenant_of_each_request(server: Running, monkeypatch: pytest.MonkeyPatch):
+    engine, tenants = server.llm.engine, []
     add = engine.add
-    monkeypatch.setattr(engine, "add", lambda spec, *more: told.append(spec.tenant) or add(spec, *more))
+    monkeypatch.setattr(engine, "add", lambda spec, *more: tenants.append(spec.tenant) or add(spec, *more))
     ask(server, "alice")
     complete(server, "bob")
     with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="alice", max_retries=0) as client:
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "a"}], max_tokens=1)
     alice, bob = (tenant_name(SECRET, key) for key in KEYS)
-    assert told == [alice, bob, alice]
+    assert tenants == [alice, bob, alice]
 
 
 def test_pins_of_one_tenant_do_not_starve_another(server: Running):

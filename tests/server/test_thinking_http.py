@@ -20,7 +20,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ ' <think> ' + m.reasoning_content + ' </think>' if m.reasoning_content }}"
     " {{ m.content }}{% endfor %}{{ ' w30' if enable_thinking }}{{ ' <think>' if begin }}"
 )
-SAID = [{"role": "user", "content": "w20 w21"}]
+USER = [{"role": "user", "content": "w20 w21"}]
 BEGUN = {"chat_template_kwargs": {"begin": True}}
 THOUGHT = ("<think>", "Let", "me", "</think>", "look.")
 
@@ -32,7 +32,7 @@ def server(speaker: LLM) -> Iterator[Running]:
 
 
 def chat(server: Running, *words: str, status: int = 200, **fields: Any) -> dict[str, Any]:
-    body = {"model": MODEL, "messages": SAID, **saying(*words), **fields}
+    body = {"model": MODEL, "messages": USER, **saying(*words), **fields}
     answer = web.post(f"{server.base_url}/v1/chat/completions", json=body)
     assert answer.status_code == status, answer.text
     if status == 200 and not fields.get("stream"):
@@ -65,7 +65,7 @@ def test_both_names_of_the_reasoning_in_a_stream(server: Running) -> None:
     with openai_client(server) as client:
         stream = client.chat.completions.create(
             model=MODEL,
-            messages=SAID,
+            messages=USER,
             extra_body=saying(*THOUGHT),
             stream=True,
             stream_options={"include_usage": True},
@@ -81,16 +81,16 @@ def test_either_name_can_be_sent_back(server: Running, speaker: LLM) -> None:
     prompt = "w20 w21 <think> Let me </think> look. w20 w21"
     for names in (("reasoning",), ("reasoning_content",), ("reasoning", "reasoning_content")):
         turn = {"role": "assistant", "content": "look.", **dict.fromkeys(names, "Let me")}
-        usage = chat(server, "me", messages=[*SAID, turn, *SAID])["usage"]
+        usage = chat(server, "me", messages=[*USER, turn, *USER])["usage"]
         assert usage["prompt_tokens"] == len(speaker.tokenizer.encode(prompt, add_special_tokens=False))
     turn = {"role": "assistant", "content": "look.", "reasoning": "Let", "reasoning_content": "me"}
-    error = chat(server, "me", messages=[*SAID, turn, *SAID], status=400)["error"]
+    error = chat(server, "me", messages=[*USER, turn, *USER], status=400)["error"]
     assert error["param"] == "messages.1.reasoning"
 
 
 def message(server: Running, *words: str, **fields: Any) -> AnsweredMessage:
     with anthropic.Anthropic(base_url=server.base_url, api_key="any", max_retries=0) as client:
-        given = {"model": MODEL, "max_tokens": 20, "messages": SAID, "extra_body": saying(*words), **fields}
+        given = {"model": MODEL, "max_tokens": 20, "messages": USER, "extra_body": saying(*words), **fields}
         whole = client.messages.create(**given)
         with client.messages.stream(**given) as stream:
             streamed = stream.get_final_message()
@@ -118,7 +118,7 @@ def test_extended_thinking(server: Running, speaker: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("thinking", "said"),
+    ("thinking", "reason"),
     [
         ({"type": "enabled"}, "needs budget_tokens"),
         ({"type": "adaptive", "budget_tokens": 5}, "takes no budget_tokens"),
@@ -128,8 +128,8 @@ def test_extended_thinking(server: Running, speaker: LLM) -> None:
         ({"type": "between_tools"}, "thinking.type"),
     ],
 )
-def test_thinking_that_is_refused(server: Running, thinking: dict[str, Any], said: str) -> None:
-    with pytest.raises(anthropic.BadRequestError, match=said):
+def test_thinking_that_is_refused(server: Running, thinking: dict[str, Any], reason: str) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=reason):
         message(server, *THOUGHT, thinking=thinking)
 
 
@@ -144,14 +144,14 @@ def test_without_a_reasoning_parser_there_is_no_budget(speaker: LLM) -> None:
 
 
 def test_a_budget_goes_with_no_beams(server: Running) -> None:
-    body = {"model": MODEL, "messages": SAID, "thinking_token_budget": 1, "use_beam_search": True}
+    body = {"model": MODEL, "messages": USER, "thinking_token_budget": 1, "use_beam_search": True}
     answer = web.post(f"{server.base_url}/v1/chat/completions", json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "thinking_token_budget"
 
 
 def test_a_beam_searchs_reasoning_is_counted(server: Running) -> None:
-    body = {"model": MODEL, "messages": SAID, "use_beam_search": True, "max_tokens": 4}
+    body = {"model": MODEL, "messages": USER, "use_beam_search": True, "max_tokens": 4}
     body["chat_template_kwargs"] = {"begin": True}
     answer = web.post(f"{server.base_url}/v1/chat/completions", json=body).json()
     assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
@@ -159,6 +159,6 @@ def test_a_beam_searchs_reasoning_is_counted(server: Running) -> None:
 
 def test_openai_client_reads_the_count(server: Running) -> None:
     with openai_client(server) as client:
-        answer = client.chat.completions.create(model=MODEL, messages=SAID, extra_body=saying(*THOUGHT))
+        answer = client.chat.completions.create(model=MODEL, messages=USER, extra_body=saying(*THOUGHT))
     assert isinstance(answer, openai.types.chat.ChatCompletion)
     assert answer.usage.completion_tokens_details.reasoning_tokens == 2

@@ -163,20 +163,20 @@ def speaker(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 def test_both_dialects_take_them_and_look_for_calls(speaker: LLM) -> None:
-    said = [{"role": "user", "content": "w20 w21"}]
+    user = [{"role": "user", "content": "w20 w21"}]
     with running_server(speaker) as server:
         splitter = server.service.output_format.splitter([20], {"weather": {}}, one_call=False)
         assert merged(splitter.take(" ".join(CALL), last=True)) == [ToolCall("weather", '{"city":"Bern"}')]
         given: dict[str, Any] = {"model": MODEL, "extra_body": saying("look.")}
         with openai_client(server) as client:
-            turns = [*said, *_answered(calling("weather")), *said]
+            turns = [*user, *_answered(calling("weather")), *user]
             for more in ({"tools": [FUNCTION]}, {"tools": [FUNCTION], "tool_choice": "none"}, {}):
                 answer = client.chat.completions.create(**given, messages=turns, **more)
                 assert answer.choices[0].message.content == "look."
         with anthropic.Anthropic(base_url=server.base_url, api_key="any", max_retries=0) as client:
             tools = [{"name": "weather", "input_schema": {"type": "object"}, "eager_input_streaming": True}]
-            found = client.messages.create(**given, max_tokens=20, messages=said, tools=tools)
-            assert found.content[0].text == "look."
+            message = client.messages.create(**given, max_tokens=20, messages=user, tools=tools)
+            assert message.content[0].text == "look."
 
 
 def _answered(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:

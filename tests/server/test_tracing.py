@@ -42,7 +42,7 @@ def post(server: Running, path: str, body: dict[str, Any], **headers: str) -> ht
     return web.post(server.base_url + path, json={"model": MODEL, **body}, headers=headers)
 
 
-def test_a_span_says_what_was_asked_and_what_came() -> None:
+def test_a_span_has_the_request_and_the_answer() -> None:
     prompt = " ".join(["GO", "wind", "oak", "fern"] * 12)
     body = {
         "prompt": prompt,
@@ -53,17 +53,17 @@ def test_a_span_says_what_was_asked_and_what_came() -> None:
         "ignore_eos": True,
     }
 
-    def ask(server: Running) -> httpx2.Response:
+    def requests(server: Running) -> httpx2.Response:
         post(server, "/v1/completions", body)
         return post(server, "/v1/completions", {**body, "user": "user-7"}, traceparent=PARENT)
 
-    answer, sink = traced(ask, trust_traceparent=True)
+    answer, sink = traced(requests, trust_traceparent=True)
     assert set(sink.posts) == {("/v1/traces", "application/x-protobuf")}
     assert sink.resources[0]["service.name"] == "kvreclaim"
     first, span = sink.spans
-    told, usage = named(span.attributes), answer.json()["usage"]
-    latencies = {name: told.pop(name) for name in list(told) if name.startswith("gen_ai.latency.")}
-    assert told == {
+    attrs, usage = named(span.attributes), answer.json()["usage"]
+    latencies = {name: attrs.pop(name) for name in list(attrs) if name.startswith("gen_ai.latency.")}
+    assert attrs == {
         "http.request.method": "POST",
         "http.route": "/v1/completions",
         "url.path": "/v1/completions",
@@ -92,7 +92,7 @@ def test_a_span_says_what_was_asked_and_what_came() -> None:
         "kvreclaim.compactions": 0,
         "kvreclaim.preemptions": 0,
     }
-    assert told["gen_ai.usage.cache_read.input_tokens"] > 0
+    assert attrs["gen_ai.usage.cache_read.input_tokens"] > 0
     assert latencies.keys() == {
         f"gen_ai.latency.{name}"
         for name in (
@@ -139,10 +139,10 @@ def test_what_compression_did() -> None:
     prompt = " ".join(["GO", "wind", "oak", "fern"] * 25)
     body = {"prompt": prompt, "max_tokens": 60, "ignore_eos": True, "kv_compression": policy}
     answer, sink = traced(lambda server: post(server, "/v1/completions", body))
-    told, usage = named(sink.spans[0].attributes), answer.json()["usage"]["kv_cache"]
-    assert told["kvreclaim.blocks_freed"] == usage["blocks_freed"] > 0
-    assert told["kvreclaim.tokens_evicted"] == usage["tokens_evicted"] > 0
-    assert told["kvreclaim.compactions"] > 0
+    attrs, usage = named(sink.spans[0].attributes), answer.json()["usage"]["kv_cache"]
+    assert attrs["kvreclaim.blocks_freed"] == usage["blocks_freed"] > 0
+    assert attrs["kvreclaim.tokens_evicted"] == usage["tokens_evicted"] > 0
+    assert attrs["kvreclaim.compactions"] > 0
 
 
 def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +201,7 @@ def test_who_has_no_key_makes_no_spans() -> None:
     assert len(named(span.attributes)["url.path"]) == 256
 
 
-def test_a_collector_that_is_not_there_harms_nobody() -> None:
+def test_a_collector_that_is_not_there_harms_no_request() -> None:
     answer, sink = traced(
         lambda server: post(server, "/v1/completions", {"prompt": "GO", "max_tokens": 2}),
         otlp_traces_endpoint="http://127.0.0.1:1",

@@ -57,8 +57,8 @@ def test_an_engine_that_is_killed_ends_answers_and_the_server(tmp_path: Path) ->
         assert "failed inside the engine" in last["error"]["message"]
         assert server.process.wait(LIMIT_S) == 1
         lines = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
-        said = [line for line in lines if line["level"] == "critical"]
-        assert [line["message"] for line in said] == ["the engine has stopped: its process ended by signal 9"]
+        fatal = [line for line in lines if line["level"] == "critical"]
+        assert [log["message"] for log in fatal] == ["the engine has stopped: its process ended by signal 9"]
 
 
 def test_health_tells_that_the_engine_has_gone(tmp_path: Path) -> None:

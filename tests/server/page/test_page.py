@@ -175,7 +175,7 @@ def test_stop_ends_a_request_and_returns_its_blocks(page_server: Running, open_p
     expect(page.locator("[data-chart=blocks] [data-value]")).to_have_text("0 of 1,024")
 
 
-def test_an_error_is_said_in_the_servers_words(page_server: Running, open_page: OpenPage) -> None:
+def test_the_servers_error_message_is_shown(page_server: Running, open_page: OpenPage) -> None:
     page = open_page(page_server)
     answer = {"content_type": "text/event-stream", "body": ERROR}
     page.route("**/v1/chat/completions", lambda route: route.fulfill(**answer))

@@ -53,14 +53,14 @@ def answers(page: Page) -> list[str]:
     return page.locator("#chat .assistant .text").all_text_contents()
 
 
-def asked(server: Running, messages: Messages, **fields: Any) -> dict[str, Any]:
+def complete(server: Running, messages: Messages, **fields: Any) -> dict[str, Any]:
     body = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 12, **fields}
     answer: dict[str, Any] = web.post(f"{server.base_url}/v1/chat/completions", json=body).json()
     return answer
 
 
 def text_of(server: Running, messages: Messages, **fields: Any) -> str:
-    return str(asked(server, messages, **fields)["choices"][0]["message"]["content"])
+    return str(complete(server, messages, **fields)["choices"][0]["message"]["content"])
 
 
 def user(text: str) -> dict[str, str]:
@@ -146,7 +146,7 @@ def test_the_budget_frees_what_the_usage_says(page_server: Running, chat: Page) 
     chat.select_option("#chat-policy", "query_mixture")
     chat.locator("#chat .assistant >> text=Retry").click()
     ended(chat)
-    right = asked(page_server, [user(LONG)], kv_compression=IN_BUDGET)
+    right = complete(page_server, [user(LONG)], kv_compression=IN_BUDGET)
     assert answers(chat) == [right["choices"][0]["message"]["content"]]
     cache = right["usage"]["kv_cache"]
     assert cache["blocks_freed"] > 20
@@ -166,7 +166,7 @@ def test_the_servers_own_budget_holds_until_another_is_chosen(open_page: OpenPag
         expect(words).to_have_text("512.0 KiB: as the server, knorm, 256 tokens per KV head")
         expect(page.locator("#chat-budget-reset")).to_be_hidden()
         send(page, LONG)
-        freed = asked(server, [user(LONG)])["usage"]["kv_cache"]["blocks_freed"]
+        freed = complete(server, [user(LONG)])["usage"]["kv_cache"]["blocks_freed"]
         expect(page.locator("#chat .assistant .note")).to_contain_text(f"Compression freed {freed} blocks")
         page.locator("#chat-budget").press("End")
         page.locator("#chat-budget").press("ArrowLeft")
@@ -214,7 +214,7 @@ def test_conversations_stay_in_this_browser(chat: Page, tmp_path: Path) -> None:
     assert "GO wind" not in stored
 
 
-def test_a_full_storage_is_told(chat: Page) -> None:
+def test_a_full_storage_raises_an_alert(chat: Page) -> None:
     chat.evaluate(FULL_STORAGE)
     send(chat, "GO wind")
     expect(chat.get_by_role("alert")).to_contain_text("storage is full")

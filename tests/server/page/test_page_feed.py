@@ -55,7 +55,7 @@ def events_in(response: httpx2.Response) -> Iterator[tuple[str, Any]]:
 def compactions_until(
     events: Iterator[tuple[str, Any]], holds: Callable[[dict[str, Any]], object]
 ) -> Iterator[dict[str, Any]]:
-    """What is told of compactions before the next frame of which this holds."""
+    """Yield the events of compactions before the next frame of which this holds."""
     for name, data in events:
         if name == "compactions":
             yield data
@@ -151,10 +151,10 @@ def test_the_feed_shows_a_request_while_it_runs(page_server: Running) -> None:
         assert after["totals"]["generation_tokens"] - before["totals"]["generation_tokens"] == 500
 
 
-def test_every_compaction_is_told(page_server: Running) -> None:
+def test_every_compaction_is_an_event(page_server: Running) -> None:
     prompt = EXAMPLES["demo"][1]["prompt"]
     answers: list[dict[str, Any]] = []
-    told: list[dict[str, Any]] = []
+    compactions: list[dict[str, Any]] = []
 
     def ask() -> None:
         fields = {"kv_compression": COMPRESSION, "max_tokens": 300, "ignore_eos": True}
@@ -165,18 +165,18 @@ def test_every_compaction_is_told(page_server: Running) -> None:
         thread = threading.Thread(target=ask)
         with halted(page_server, num_tokens=100):
             thread.start()
-            told += compactions_until(events, lambda frame: frame["requests"])
-        told += compactions_until(events, lambda frame: not frame["requests"])
+            compactions += compactions_until(events, lambda frame: frame["requests"])
+        compactions += compactions_until(events, lambda frame: not frame["requests"])
         thread.join()
-    cache, passes = answers[0]["usage"]["kv_cache"], [each for data in told for each in data["passes"]]
+    cache, passes = answers[0]["usage"]["kv_cache"], [each for data in compactions for each in data["passes"]]
     assert len(passes) > 3
     assert sum(freed for *_, freed, _ in passes) == cache["blocks_freed"]
     assert sum(evicted for *_, evicted in passes) == cache["tokens_evicted"]
     assert all(before - after == freed for _, before, after, freed, _ in passes)
-    assert sum(len(np.frombuffer(base64.b64decode(data["blocks"]), "<u4")) for data in told) > 0
+    assert sum(len(np.frombuffer(base64.b64decode(data["blocks"]), "<u4")) for data in compactions) > 0
 
 
-def test_nobody_reads_the_engine_while_nobody_watches(page_server: Running) -> None:
+def test_the_engine_is_not_read_while_no_viewer_watches(page_server: Running) -> None:
     for _ in range(2):
         until(lambda: not is_watched(page_server))
         with feed_of(page_server) as events, feed_of(page_server) as others:
@@ -197,9 +197,9 @@ def test_a_viewer_that_does_not_read_gets_the_last_frame_and_bounded_news() -> N
     first, last = asyncio.run(read())
     assert first.count(b"frame ") == 1
     assert first.endswith(b"frame 999\n")
-    told = json.loads(first.split(b"data: ")[1].split(b"\n")[0])["passes"]
-    assert len(told) == MAX_PENDING
-    assert told[-1] == ["r999", 9, 4, 5, 80]
+    passes = json.loads(first.split(b"data: ")[1].split(b"\n")[0])["passes"]
+    assert len(passes) == MAX_PENDING
+    assert passes[-1] == ["r999", 9, 4, 5, 80]
     assert b"draining" in last
 
 
@@ -278,7 +278,7 @@ def test_the_demo_model_gets_its_tasks(page_server: Running) -> None:
     assert web.get(f"{page_server.base_url}/page/examples").json() == EXAMPLES["demo"]
 
 
-def test_tiers_are_told_where_there_are_some(server: Running, tmp_path: Path) -> None:
+def test_tiers_are_in_the_frame_where_there_are_some(server: Running, tmp_path: Path) -> None:
     with feed_of(server) as events:
         name, frame = next(events)
         assert name == "frame"

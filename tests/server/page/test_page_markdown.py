@@ -144,7 +144,7 @@ def test_a_text_that_grows_is_drawn_as_the_whole(page_server: Running, open_page
 
 
 def test_text_of_the_model_runs_nothing_and_loads_nothing(answered: Callable[..., Page]) -> None:
-    """The fixture's end checks that nothing was asked of another host, and no complaint of the policy."""
+    """The fixture's end checks that no request went to another host, and no complaint of the policy."""
     page = answered(HOSTILE)
     text = page.locator("#chat .assistant .text")
     assert page.evaluate("window.hit") is None

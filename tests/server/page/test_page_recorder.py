@@ -1,4 +1,4 @@
-"""What the page is told of compactions, against the memory manager's own changes."""
+"""Compactions that the page receives, against the memory manager's own changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def changes(engine_memory: MemoryManager, patch: pytest.MonkeyPatch) -> list[tup
 
 def run(llm: LLM) -> tuple[list[Compaction], CompactionRecorder]:
     """Two requests, one of two outputs; snapshots after every step."""
-    engine, recorder, told = llm.engine, CompactionRecorder(), []
+    engine, recorder, compactions = llm.engine, CompactionRecorder(), []
     compressor = llm.compressor(CompressionConfig("query_mixture", budget=512, recent=64, interval=64))
     for index, n in enumerate((1, 2)):
         prompt = list(DEMO_TASKS["recall"].make(1024).sample(index).prompt)
@@ -40,25 +40,25 @@ def run(llm: LLM) -> tuple[list[Compaction], CompactionRecorder]:
         for request in result.requests:
             if request.finished:
                 recorder.ended(engine, request)
-        told += recorder.take(engine).compactions
-    return told, recorder
+        compactions += recorder.take(engine).compactions
+    return compactions, recorder
 
 
 @pytest.mark.parametrize("num_blocks", [512, 90])  # 90: requests are preempted
 def test_each_compaction_names_the_blocks_that_left(monkeypatch: pytest.MonkeyPatch, num_blocks: int) -> None:
     llm = LLM(demo_model(), num_blocks=num_blocks)
-    seen = changes(llm.engine.memory, monkeypatch)
-    told, _ = run(llm)
-    assert len(told) > 10
-    assert len(told) == llm.engine.totals.compactions
-    assert sum(each.num_evicted for each in told) == llm.engine.totals.tokens_evicted
+    expected = changes(llm.engine.memory, monkeypatch)
+    compactions, _ = run(llm)
+    assert len(compactions) > 10
+    assert len(compactions) == llm.engine.totals.compactions
+    assert sum(each.num_evicted for each in compactions) == llm.engine.totals.tokens_evicted
     assert (sum(llm.engine.totals.preemptions.values()) > 0) == (num_blocks == 90)
-    for each, (before, after) in zip(told, seen, strict=True):
+    for each, (before, after) in zip(compactions, expected, strict=True):
         assert set(each.blocks.tolist()) == before - after
         assert (each.before, each.after) == (len(before), len(after))
 
 
-def test_what_happened_before_somebody_watched_is_not_told() -> None:
+def test_compactions_before_the_first_viewer_are_not_recorded() -> None:
     llm = LLM(demo_model(), num_blocks=512)
     engine = llm.engine
     compressor = llm.compressor(CompressionConfig("knorm", budget=256, recent=64, interval=32))
@@ -71,6 +71,6 @@ def test_what_happened_before_somebody_watched_is_not_told() -> None:
     before = engine.totals.compactions
     while engine.totals.compactions == before:
         recorder.stepped(engine, engine.step())
-    told = recorder.take(engine).compactions
-    assert [(each.request_id, each.num_evicted) for each in told] == [("r", 32)]
+    compactions = recorder.take(engine).compactions
+    assert [(each.request_id, each.num_evicted) for each in compactions] == [("r", 32)]
     assert recorder.take(engine).compactions == []
