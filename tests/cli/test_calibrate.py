@@ -50,7 +50,7 @@ def test_centres_of_kv_heads(text):
 
 
 def test_a_trial_on_held_out_windows_is_printed_and_kept(tmp_path, tiny_dir):
-    """Without --text, on what every machine has; `--show` says it again."""
+    """Without --text, on texts that every machine has; `--show` prints the result again."""
     output = tmp_path / "stats.safetensors"
     options = ["--max-tokens", "2400", "--trial", "1", "--centers", "2", "--candidates", "random, knorm"]
     result = CliRunner().invoke(

@@ -1,4 +1,4 @@
-"""What a command imports before it begins: its own options alone, and torch without garbage collection."""
+"""Imports of a command before it begins: its own options alone, and torch without garbage collection."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def another(setting: Setting) -> Any:
 
 
 def run(group: ConfigOptions, *arguments: str) -> Any:
-    """What a command gets for these arguments."""
+    """Return the config that a command gets for these arguments."""
     found: list[Any] = []
 
     def command(config) -> None:

@@ -1,4 +1,4 @@
-"""Which model a command takes, what it says of it, and `kvreclaim fetch`."""
+"""The model that a command takes, the line that it prints, and `kvreclaim fetch`."""
 
 from __future__ import annotations
 

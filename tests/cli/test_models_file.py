@@ -1,4 +1,4 @@
-"""`kvreclaim serve --models FILE`: what the file and the options beside it may hold, and what they become."""
+"""`kvreclaim serve --models FILE`: the contents of the file, the options beside it, and their config."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def test_options_of_several_models_need_them(option: str) -> None:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Fleet]:
-    """What was about to be served; none is."""
-    found: list[Fleet] = []
-    monkeypatch.setattr("kvreclaim.server.router.app.serve", lambda fleet, listener: found.append(fleet))
-    return found
+    """Collect the fleets that would be served; none is."""
+    fleets: list[Fleet] = []
+    monkeypatch.setattr("kvreclaim.server.router.app.serve", lambda fleet, listener: fleets.append(fleet))
+    return fleets
 
 
 FILE = """

@@ -34,7 +34,7 @@ MARK = {"type": "ephemeral"}
 
 
 def post(server: Running, path: str = "", **fields: Any) -> httpx2.Response:
-    """Greedy unless the fields say otherwise."""
+    """Greedy unless the fields differ."""
     body = {"model": MODEL, "messages": HELLO, **fields}
     if not path:
         body = {"max_tokens": 12, "temperature": 0.0, **body}
@@ -54,7 +54,7 @@ def text(server: Running, **fields: Any) -> str:
 
 
 def refused(server: Running, path: str = "", **fields: Any) -> str:
-    """What a 400 says."""
+    """Return the message of a 400."""
     response = post(server, path, **fields)
     assert response.status_code == 400, response.text
     body = response.json()

@@ -48,7 +48,7 @@ def own(tiny_dir: Callable[[str], Path]) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def speaker_dir(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """The saved model that says what it is given, with the module's TEMPLATE."""
+    """The saved model whose output logit_bias determines, with the module's TEMPLATE."""
     return save_speaker(tmp_path_factory.mktemp("speaker"), request.module.TEMPLATE)
 
 
@@ -78,6 +78,6 @@ def connect() -> Iterator[Callable[..., anthropic.Anthropic]]:
 
 @pytest.fixture
 def log() -> Iterator[Log]:
-    """What the server logs while the test runs."""
+    """The lines that the server logs while the test runs."""
     with Log.attached() as log:
         yield log

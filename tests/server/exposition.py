@@ -1,4 +1,4 @@
-"""What a scrape says."""
+"""Metrics of a scrape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server logs, as its formatter writes it."""
+"""Lines of the server's log, as its formatter writes them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvreclaim.server.admin.logs import StructuredFormatter
 
 
 class Log:
-    """Everything that is logged, as the server's formatter writes it, from DEBUG on and by everybody."""
+    """Everything that is logged, as the server's formatter writes it, from DEBUG on and by every logger."""
 
     def __init__(self, *, log_prompts: bool) -> None:
         self.stream = io.StringIO()

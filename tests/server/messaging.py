@@ -1,4 +1,4 @@
-"""Anthropic's own client, and what the engine says to the same without a server."""
+"""Anthropic's own client, and the engine's answers to the same requests without a server."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def running_server(
 ) -> Iterator[Running]:
     """Serve until the block ends. config: of ServerConfig.
 
-    keep_alive_s: so long that the server does not close what a client is about to use again
+    keep_alive_s: so long that the server does not close a connection that a client is about to use again
     """
     llm = llm if llm is not None else LLM(demo_model(), num_blocks=2048, max_num_seqs=64)
     listener = bind("127.0.0.1", 0)
@@ -78,6 +78,6 @@ def running_server(
         config = box["server"].config
         yield Running(address, box["service"], config.app, box["loop"], listener, config.shared)
     finally:
-        box["server"].config.timeout_graceful_shutdown = 5  # for what a failed test has left open
+        box["server"].config.timeout_graceful_shutdown = 5  # for connections that a failed test has left open
         box["server"].should_exit = True
         thread.join()

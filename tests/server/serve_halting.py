@@ -1,5 +1,5 @@
 """`kvreclaim serve` whose engine halts when every answer has so many tokens, until a file exists: none ends
-by itself. Another file says how many answers have come so far.
+by itself. Another file has the number of answers that have come so far.
 
 python serve_halting.py GO HALTED NUM_TOKENS serve --port 0 ...
 python serve_halting.py GO HALTED NUM_TOKENS child FD

@@ -49,7 +49,7 @@ def save_speaker(directory: Path, chat_template: str) -> Path:
     return directory
 
 
-def saying(*words: str) -> dict[str, Any]:
+def biased(*words: str) -> dict[str, Any]:
     """Fields of a request that make the model generate these words, each of them once, and an end: each is
     biased less than the one before it, and words that have been generated are penalised."""
     assert len(words) == len(set(words)) <= MAX_WORDS

@@ -1,4 +1,4 @@
-"""Holding a running server's engine still, and waiting for what is to happen in it."""
+"""Holding a running server's engine still, and waiting for a condition in it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def until(condition: Callable[[], object]) -> None:
     """Return once it holds."""
     deadline = time.monotonic() + LIMIT_S
     while not condition():
-        assert time.monotonic() < deadline, "what was awaited did not happen"
+        assert time.monotonic() < deadline, "the condition did not hold in time"
         time.sleep(0.002)
 
 
@@ -68,7 +68,7 @@ def stepping(server: Running, may: Callable[[], object]) -> Iterator[None]:
 @contextmanager
 def halted(server: Running, num_tokens: int = 3, num_requests: int = 1) -> Iterator[Callable[[], None]]:
     """In the block the engine halts whenever every output has so many tokens, so that no answer ends by
-    itself. Call what is yielded to wait until so many requests are there and have come so far."""
+    itself. Call the yielded function to wait until so many requests are there and have come so far."""
     halt = threading.Event()
 
     def may() -> bool:
@@ -88,7 +88,7 @@ def halted(server: Running, num_tokens: int = 3, num_requests: int = 1) -> Itera
 
 @contextmanager
 def read_at_once(server: Running) -> Iterator[None]:
-    """No step before every reader has taken what the last one brought: no two steps come in one piece."""
+    """Take no step before every reader has taken the last one's output: no chunk merges two steps."""
     engine = server.service.engine
 
     async def all_taken() -> bool:

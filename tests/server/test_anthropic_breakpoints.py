@@ -135,7 +135,7 @@ BLOCKS = {
     "answer2": ("answer-b", "last word"),
     "last": ("last word", "nothing"),
 }
-"""What each block has in it, and what the next one has."""
+"""A text of each block, and one of the next block."""
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -211,7 +211,7 @@ def test_a_pin_outlives_others_until_its_time_is_over(cached: Cached):
 
 
 def test_a_pin_is_never_a_lock(cached: Cached):
-    """The budget is half the pool; what exceeds it goes like anything else, and everybody is served."""
+    """The budget is half the pool; blocks beyond it are evicted as any other, and every request is served."""
     for number in range(10):
         assert cached.ask(marked(f"{number}" + LONG * 2)).output_tokens == 1
         assert cached.load()["blocks_pinned"] <= 32

@@ -69,7 +69,7 @@ async def _ask_async(server: Running, given: dict[str, Any]) -> anthropic.types.
 
 
 class Failing:
-    """Stands in for the runner's forward pass: fails from the given call on, or does what it stands for."""
+    """Stands in for the runner's forward pass: fails from the given call on, or runs it."""
 
     def __init__(self, forward: Any) -> None:
         self.forward = forward

@@ -12,7 +12,7 @@ import jiter
 import pytest
 from pydantic_core import to_json
 from running import MODEL, running_server
-from speaking import CALL, MISTRAL_CALL, saying
+from speaking import CALL, MISTRAL_CALL, biased
 
 from kvreclaim import LLM
 from kvreclaim.parsers.pieces import Arguments, CallBegin, CallEnd
@@ -37,7 +37,7 @@ def client(speaker: LLM) -> Iterator[anthropic.Anthropic]:
 
 
 def body(*words: str, **more: Any) -> dict[str, Any]:
-    given = {"model": MODEL, "max_tokens": 20, "messages": USER, "tools": TOOLS, "extra_body": saying(*words)}
+    given = {"model": MODEL, "max_tokens": 20, "messages": USER, "tools": TOOLS, "extra_body": biased(*words)}
     return {name: value for name, value in {**given, **more}.items() if value is not None}
 
 

@@ -31,7 +31,7 @@ def server(tiny_dir: Callable[[str], Path]) -> Iterator[Running]:
 
 @pytest.fixture
 def narrow(tiny_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    """Room for four connections, two of each client, who need no patience with each other."""
+    """Room for four connections, two of each client, which need not wait for each other."""
     monkeypatch.setattr("kvreclaim.server.http.connections.PATIENCE_S", 0.0)
     limits = {"max_connections": 4, "max_connections_per_address": 2}
     with running_server(LLM(tiny_dir("llama"), num_blocks=128), **limits) as running:
@@ -44,7 +44,7 @@ def connect(server: Running, source: str = "127.0.0.1") -> socket.socket:
 
 
 def rest(client: socket.socket) -> bytes:
-    """What comes until the server closes."""
+    """Return the bytes that come until the server closes."""
     received = b""
     try:
         while piece := client.recv(65_536):
@@ -152,7 +152,7 @@ def test_a_head_that_does_not_come_ends_the_connection(
 
 
 def test_a_client_makes_room_with_its_own_silent_connections(narrow: Running):
-    """The oldest goes; who is in the middle of an answer stays."""
+    """The oldest is closed; a connection in the middle of an answer stays."""
     with ExitStack() as stack:
         first, second = (stack.enter_context(connect(narrow)) for _ in range(2))
         other = stack.enter_context(connect(narrow, "127.0.0.2"))

@@ -1,4 +1,4 @@
-"""A compressed conversation over HTTP goes on from what its last turn kept, and usage says so."""
+"""A compressed conversation over HTTP continues from the tokens that its last turn kept, as usage reports."""
 
 from __future__ import annotations
 

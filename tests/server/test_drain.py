@@ -1,4 +1,4 @@
-"""A signal to the served process: what runs is answered, what comes is refused, and it exits."""
+"""A signal to the served process: running requests are answered, new ones refused, and it exits."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _answers(server: Served) -> bool:
 
 
 class Reader:
-    """A greedy request of its own thread: its text, why it ended, and what the client saw go wrong."""
+    """A greedy request of its own thread: its text, its finish reason, and the client's error."""
 
     def __init__(self, server: Served, path: str, prompt: str, num_tokens: int, *, stream: bool) -> None:
         self.path, self.prompt, self.stream = path, prompt, stream

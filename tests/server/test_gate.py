@@ -1,4 +1,4 @@
-"""What a request's first line and headers can do: be refused, and nothing else."""
+"""A request's first line and headers can be refused, and have no other effect."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ FORGED = "/x%0a2026-11-22T06:00:00.000+00:00%20INFO%20kvreclaim.access:%20FAKE%2
 
 @pytest.mark.parametrize("style", ["text", "json"])
 def test_a_path_cannot_write_a_line_of_its_own(guarded: Running, style: str):
-    """Neither ends of lines nor what a terminal obeys comes through, in either format."""
+    """Neither ends of lines nor control sequences of a terminal come through, in either format."""
     with Log.attached() as log:
         log.handler.setFormatter(StructuredFormatter(style, log_prompts=False))  # type: ignore[arg-type]
         log.handler.addFilter(lambda record: getattr(record, "fields", {}).get("path", "").startswith("/x"))

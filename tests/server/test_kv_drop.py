@@ -1,4 +1,4 @@
-"""kv_drop over HTTP: what leaves the cache, in every dialect, and what usage says."""
+"""kv_drop over HTTP: the tokens that leave the cache, in every dialect, and usage."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def token_range(oracle: LLM, ids: list[int], text: str) -> tuple[int, int]:
 
 
 def test_a_result_of_a_tool_leaves_the_cache(server: Running, oracle: LLM) -> None:
-    """The prompt is what it was, only new tokens are computed, and they do not see the result; the turn after
-    that begins with what is left."""
+    """The prompt is the same, only new tokens are computed, and they do not see the result; the turn after
+    that begins with the tokens that are left."""
     first = chat(server, conversation())
     turn = [first["choices"][0]["message"], {"role": "user", "content": "and then the end?"}]
     whole = chat(server, conversation() + turn, max_tokens=1, cache_salt="other")["prompt_token_ids"]

@@ -1,4 +1,4 @@
-"""Keys, limits and what no route understands: each is one clear error in the dialect of its path."""
+"""Keys, limits and requests that no route understands: each is one clear error in the dialect of its path."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def anthropic_client(server: Running, key: str = TENANT) -> anthropic.Anthropic:
 
 
 def says(answer: httpx2.Response, status: int, *words: str) -> dict:
-    """The error of an answer, after checking that it is one of this path's dialect and says the words."""
+    """The error of an answer, after checking that it is one of this path's dialect and has the words."""
     assert answer.status_code == status, answer.text
     body = answer.json()
     error = body["error"]

@@ -1,4 +1,4 @@
-"""Nothing of what a user wrote reaches the log, whatever goes wrong."""
+"""No text of a user reaches the log, whatever fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/metrics` over HTTP: names, formats, who may read it, and what clients do to it."""
+"""`/metrics` over HTTP: names, formats, keys that may read it, and counts of requests."""
 
 from __future__ import annotations
 

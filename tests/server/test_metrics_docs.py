@@ -1,4 +1,4 @@
-"""The dashboard and the documents speak of metrics that there are."""
+"""The metrics in the dashboard and the documents exist."""
 
 from __future__ import annotations
 

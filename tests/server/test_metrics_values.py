@@ -197,7 +197,7 @@ def test_one_sample_for_each_gap_between_tokens(small_world: World) -> None:
 
 
 def test_compression(world: World) -> None:
-    """What was evicted and freed, and what share of perfect packing that is."""
+    """Tokens evicted and blocks freed, and their share of perfect packing."""
     policy = CompressionConfig("knorm", budget=32, interval=16, recent=8)
     world.add("a", 100, policy, max_tokens=60, temperature=0, ignore_eos=True)
     world.add("b", 80, policy, max_tokens=60, temperature=0, ignore_eos=True)

@@ -115,7 +115,7 @@ def test_a_disk_that_does_not_answer(serve: Serve, monkeypatch: pytest.MonkeyPat
 def test_status(serve: Serve) -> None:
     with serve() as server:
         num_prompt = usage(server)["prompt_tokens"]
-        until(lambda: status(server)["tiers"]["host"]["in_use"] == 0)  # what goes to disk is in use
+        until(lambda: status(server)["tiers"]["host"]["in_use"] == 0)  # a block on its way to disk is in use
         found = status(server)
         assert found["enabled"] is True
         tiers, memory = found["tiers"], server.llm.engine.memory

@@ -28,7 +28,7 @@ TEMPLATE = """\
 {%- for call in m.tool_calls or [] %}!{{ call.function.name }}{{ call.function.arguments | tojson }}
 {%- endfor %};{% endfor %}{{ 'mood=' + mood + ';' if mood is defined else '' }}
 {%- if add_generation_prompt %}assistant:{% endif %}"""
-"""Writes all that a request can say about a conversation."""
+"""A template that writes every field of a conversation."""
 
 
 @pytest.fixture(scope="module")

@@ -124,7 +124,7 @@ def check_chat_template_kwargs(server: Talker) -> None:
 
 
 def check_response_format(server: Talker) -> None:
-    """What it does otherwise: test_structured_http.py."""
+    """Its other effects: test_structured_http.py."""
     assert server.chat(**GREEDY, response_format={"type": "text"})["choices"]
     path = "/v1/chat/completions"
     assert server.refused(path, response_format={"type": "yaml"}) == "response_format.type"

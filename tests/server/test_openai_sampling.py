@@ -1,4 +1,4 @@
-"""Every field that says how tokens are drawn: the answer is the engine's with the same parameter."""
+"""Every field of sampling: the answer is the engine's with the same parameter."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ STORY = "the end of the story"
 
 
 def search(client: openai.OpenAI, **fields: Any):
-    """A completion by beam search; what is no field of the client's goes as an extra one."""
+    """A completion by beam search; fields that the client lacks go in extra_body."""
     known = {name: fields.pop(name) for name in ("n", "max_tokens", "prompt") if name in fields}
     extra = {"use_beam_search": True, **fields}
     return client.completions.create(**{"model": MODEL, "prompt": STORY, **known}, extra_body=extra)

@@ -54,7 +54,7 @@ def test_models_for_anthropic(named: Running):
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=x", "zoo=1"])
-def test_a_list_with_an_unknown_query_is_refused(named: Running, query: str):
+def test_a_list_with_a_wrong_query_is_refused(named: Running, query: str):
     answer = web.get(f"{named.base_url}/v1/models?{query}")
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == query.partition("=")[0]

@@ -84,7 +84,7 @@ ELSEWHERE = {"shutdown_timeout_s"}
 
 
 def rows() -> dict[str, list[str]]:
-    """The table's rows by option: default, why, what is over it."""
+    """The table's rows by option: default, reason, answer beyond it."""
     section = DOCS.read_text().split("## Limits")[1].split("\n## ")[0]
     lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `--")]
     return {cells[0].strip(" `"): [cell.strip() for cell in cells[1:]] for cells in lines}

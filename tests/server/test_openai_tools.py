@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 from running import MODEL, openai_client, running_server
-from speaking import CALL, MISTRAL_CALL, saying
+from speaking import CALL, MISTRAL_CALL, biased
 
 from kvreclaim import LLM
 from kvreclaim.server.openai import messages
@@ -35,7 +35,7 @@ def mistral(speaker_dir: Path) -> Iterator[openai.OpenAI]:
 
 
 def body(*words: str, **more: Any) -> dict[str, Any]:
-    fields = saying(*words)
+    fields = biased(*words)
     penalty = {"repetition_penalty": fields.pop("repetition_penalty")}
     return {"model": MODEL, "messages": USER, "tools": TOOLS, **fields, "extra_body": penalty, **more}
 

@@ -1,4 +1,4 @@
-"""A chat that asks for nothing special runs no file of a feature, from the gate to the answer."""
+"""A chat without special fields runs no file of a feature, from the gate to the answer."""
 
 from __future__ import annotations
 

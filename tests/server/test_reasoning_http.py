@@ -9,7 +9,7 @@ import openai
 import pytest
 import web
 from running import MODEL, Running, openai_client, running_server
-from speaking import MISTRAL_CALL, saying
+from speaking import MISTRAL_CALL, biased
 
 from kvreclaim import LLM
 from kvreclaim.errors import InvalidArgumentError
@@ -38,7 +38,7 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 
 
 def test_reasoning_is_apart_from_the_answer(client: openai.OpenAI) -> None:
-    fields = {"model": MODEL, "messages": USER, "extra_body": saying(*THOUGHT)}
+    fields = {"model": MODEL, "messages": USER, "extra_body": biased(*THOUGHT)}
     message = client.chat.completions.create(**fields).choices[0].message
     assert (message.reasoning_content, message.content) == ("Let me", "look.")
     deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**fields, stream=True)]
@@ -47,7 +47,7 @@ def test_reasoning_is_apart_from_the_answer(client: openai.OpenAI) -> None:
 
 
 def test_reasoning_that_the_template_begins(client: openai.OpenAI) -> None:
-    body = saying(*THOUGHT[1:]) | {"chat_template_kwargs": {"begin": True}}
+    body = biased(*THOUGHT[1:]) | {"chat_template_kwargs": {"begin": True}}
     message = client.chat.completions.create(model=MODEL, messages=USER, extra_body=body).choices[0].message
     assert (message.reasoning_content, message.content) == ("Let me", "look.")
 
@@ -57,7 +57,7 @@ def test_reasoning_that_the_template_begins(client: openai.OpenAI) -> None:
 )
 def test_stop_strings_end_the_answer_only(server: Running, stop: str, content: str | None) -> None:
     """In all dialects, whole and streamed."""
-    body = {"model": MODEL, **saying(*THOUGHT)}
+    body = {"model": MODEL, **biased(*THOUGHT)}
     chat = f"{server.base_url}/v1/chat/completions"
     answer = web.post(chat, json=body | {"messages": USER, "stop": [stop]}).json()["choices"][0]
     assert (answer["message"]["reasoning_content"], answer["message"]["content"] or None) == (
@@ -77,7 +77,7 @@ def test_stop_strings_end_the_answer_only(server: Running, stop: str, content: s
 
 def test_reasoning_that_is_continued(client: openai.OpenAI) -> None:
     turns = [*USER, {"role": "assistant", "content": "<think> w22"}]
-    body = saying(*THOUGHT[1:]) | {"continue_final_message": True, "add_generation_prompt": False}
+    body = biased(*THOUGHT[1:]) | {"continue_final_message": True, "add_generation_prompt": False}
     for more, thought in (({}, "Let me"), ({"thinking_token_budget": 1}, "Let")):
         message = (
             client.chat.completions.create(model=MODEL, messages=turns, extra_body=body | more)
@@ -89,7 +89,7 @@ def test_reasoning_that_is_continued(client: openai.OpenAI) -> None:
 
 
 def test_a_call_ends_the_reasoning(client: openai.OpenAI) -> None:
-    body = saying("<think>", "Let", *MISTRAL_CALL)
+    body = biased("<think>", "Let", *MISTRAL_CALL)
     fields = {"model": MODEL, "messages": USER, "tools": TOOLS, "extra_body": body}
     choice = client.chat.completions.create(**fields).choices[0]
     assert (choice.message.reasoning_content, choice.finish_reason) == ("Let", "tool_calls")
@@ -101,13 +101,13 @@ def test_a_name_that_the_format_cannot_hold(client: openai.OpenAI) -> None:
     with pytest.raises(
         openai.BadRequestError, match="'my weather', which calls in this model's format, mistral, cannot"
     ) as got:
-        client.chat.completions.create(model=MODEL, messages=USER, tools=[tool], extra_body=saying("look."))
+        client.chat.completions.create(model=MODEL, messages=USER, tools=[tool], extra_body=biased("look."))
     assert got.value.param == "tools.0.function.name"
 
 
 def test_reasoning_can_be_sent_back(client: openai.OpenAI, speaker: LLM) -> None:
     thought = {"role": "assistant", "content": "look.", "reasoning_content": "Let me"}
-    fields = {"model": MODEL, "messages": [*USER, thought, *USER], "extra_body": saying("me")}
+    fields = {"model": MODEL, "messages": [*USER, thought, *USER], "extra_body": biased("me")}
     usage = client.chat.completions.create(**fields).usage
     prompt = "w20 w21 <think> Let me </think> look. w20 w21"
     assert usage.prompt_tokens == len(speaker.tokenizer.encode(prompt, add_special_tokens=False))
@@ -116,7 +116,7 @@ def test_reasoning_can_be_sent_back(client: openai.OpenAI, speaker: LLM) -> None
 def test_thinking_blocks_whole_streamed_and_sent_back(server: Running, speaker: LLM) -> None:
     given = {"model": MODEL, "max_tokens": 20}
     with anthropic.Anthropic(base_url=server.base_url, api_key="any", max_retries=0) as client:
-        fields = {**given, "messages": USER, "extra_body": saying(*THOUGHT)}
+        fields = {**given, "messages": USER, "extra_body": biased(*THOUGHT)}
         message = client.messages.create(**fields)
         with client.messages.stream(**fields) as stream:
             streamed = stream.get_final_message()
@@ -124,7 +124,7 @@ def test_thinking_blocks_whole_streamed_and_sent_back(server: Running, speaker: 
             assert [block.type for block in content] == ["thinking", "text"]
             assert (content[0].thinking, content[1].text) == ("Let me", "look.")
         turns = [*USER, {"role": "assistant", "content": message.content}, *USER]
-        usage = client.messages.create(**given, messages=turns, extra_body=saying("me")).usage
+        usage = client.messages.create(**given, messages=turns, extra_body=biased("me")).usage
     prompt = "w20 w21 <think> Let me </think> look. w20 w21"
     whole = usage.input_tokens + usage.cache_read_input_tokens
     assert whole == len(speaker.tokenizer.encode(prompt, add_special_tokens=False))
@@ -132,7 +132,7 @@ def test_thinking_blocks_whole_streamed_and_sent_back(server: Running, speaker: 
 
 def test_markers_that_are_special_tokens(client: openai.OpenAI) -> None:
     """Texts leave special tokens out; where a format needs them, the parser alone sees them."""
-    fields = {"model": MODEL, "messages": USER, "extra_body": saying("look.", *MISTRAL_CALL)}
+    fields = {"model": MODEL, "messages": USER, "extra_body": biased("look.", *MISTRAL_CALL)}
     for more in ({}, {"logprobs": True, "top_logprobs": 1}):
         choice = client.chat.completions.create(**fields, tools=TOOLS, **more).choices[0]
         assert (choice.message.content, choice.finish_reason) == ("look.", "tool_calls")
@@ -143,7 +143,7 @@ def test_markers_that_are_special_tokens(client: openai.OpenAI) -> None:
 
 
 def test_a_streamed_call_is_begun_once(client: openai.OpenAI) -> None:
-    fields = {"model": MODEL, "messages": USER, "tools": TOOLS, "extra_body": saying(*MISTRAL_CALL)}
+    fields = {"model": MODEL, "messages": USER, "tools": TOOLS, "extra_body": biased(*MISTRAL_CALL)}
     calls = [
         call
         for chunk in client.chat.completions.create(**fields, stream=True)
@@ -165,14 +165,14 @@ def test_an_unknown_parser_is_refused_with_the_known_ones(name: str) -> None:
 def test_without_parsers_all_is_text(speaker: LLM) -> None:
     options = {"tool_call_parser": "none", "reasoning_parser": "none"}
     with running_server(speaker.sibling(num_blocks=64), **options) as server, openai_client(server) as client:
-        fields = {"model": MODEL, "messages": USER, "tools": TOOLS, "extra_body": saying(*THOUGHT)}
+        fields = {"model": MODEL, "messages": USER, "tools": TOOLS, "extra_body": biased(*THOUGHT)}
         message = client.chat.completions.create(**fields).choices[0].message
     assert message.content == " ".join(THOUGHT)
 
 
 def test_only_the_first_call_where_calls_are_not_parallel(client: openai.OpenAI, server: Running) -> None:
     """Text behind the first call is left out, streamed or not."""
-    words = saying(*MISTRAL_CALL, "look.")
+    words = biased(*MISTRAL_CALL, "look.")
     fields = {"model": MODEL, "messages": USER, "tools": TOOLS, "extra_body": words}
     both = client.chat.completions.create(**fields).choices[0].message
     assert (both.content, len(both.tool_calls)) == ("look.", 1)
@@ -191,7 +191,7 @@ def test_ordinary_fields_are_taken_and_null_is_as_good_as_absent(client: openai.
     ordinary = {"service_tier": "auto", "metadata": {"a": "b"}, "store": False, "modalities": ["text"]}
     ordinary |= {"prediction": {"type": "content", "content": "look."}, "verbosity": "medium"}
     absent = {"audio": None, "web_search_options": None, "functions": None}
-    extra = saying("look.") | absent
+    extra = biased("look.") | absent
     answer = client.chat.completions.create(**fields, **ordinary, extra_body=extra)
     assert answer.choices[0].message.content == "look."
 
@@ -205,7 +205,7 @@ def test_reasoning_effort_switches_thinking(speaker: LLM, effort: str, word: str
         running_server(speaker.sibling(num_blocks=64), chat_template=EFFORT) as server,
         openai_client(server) as client,
     ):
-        fields = {"model": MODEL, "messages": USER, "extra_body": saying("me") | {"return_token_ids": True}}
+        fields = {"model": MODEL, "messages": USER, "extra_body": biased("me") | {"return_token_ids": True}}
         answer = client.chat.completions.create(**fields, reasoning_effort=effort)
         prompt = answer.model_extra["prompt_token_ids"]
         assert speaker.tokenizer.decode(prompt).split()[-1] == word

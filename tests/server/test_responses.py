@@ -14,7 +14,7 @@ import pytest
 import web
 from responding import ask, events, outputs, post, refused
 from running import MODEL, Running, running_server
-from speaking import CALL, MISTRAL_CALL, saying
+from speaking import CALL, MISTRAL_CALL, biased
 from steering import LIMIT_S, PendingRequest, assert_empty, halted
 
 from kvreclaim import LLM
@@ -57,7 +57,7 @@ def prompts(server: Running, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_text_reasoning_and_a_call(server: Running) -> None:
-    response = ask(server, **REQUEST, **saying(*THOUGHT, *CALL[:4]))
+    response = ask(server, **REQUEST, **biased(*THOUGHT, *CALL[:4]))
     assert outputs(response) == [
         ("reasoning", "Let me"),
         ("message", "look."),
@@ -78,7 +78,7 @@ def test_log_probabilities_are_the_texts_alone(server: Running, stream: bool) ->
         **REQUEST,
         "include": ["message.output_text.logprobs"],
         "top_logprobs": 2,
-        **saying(*THOUGHT, *CALL[:4]),
+        **biased(*THOUGHT, *CALL[:4]),
     }
     received = events(server, **fields) if stream else []
     response = received[-1]["response"] if stream else ask(server, **fields)
@@ -98,7 +98,7 @@ def test_log_probabilities_are_the_texts_alone(server: Running, stream: bool) ->
 def test_a_broken_call_in_a_whole_answer_is_text_with_log_probabilities(server: Running) -> None:
     include = ["message.output_text.logprobs"]
     words = ("look.", *CALL[:3], "me")
-    fields = {**REQUEST, "include": include, **saying(*words)}
+    fields = {**REQUEST, "include": include, **biased(*words)}
     [message] = ask(server, **fields)["output"]
     content = message["content"][0]
     assert content["text"].split() == [*words]
@@ -110,7 +110,7 @@ def test_a_broken_call_in_a_whole_answer_is_text_with_log_probabilities(server: 
 
 def test_the_same_as_events(server: Running) -> None:
     """In their order; the deltas of each item make what it holds in the end."""
-    fields = {**REQUEST, **saying(*THOUGHT, *CALL[:4])}
+    fields = {**REQUEST, **biased(*THOUGHT, *CALL[:4])}
     received = events(server, **fields)
     kinds = [event["type"].removeprefix("response.") for event in received]
     text = ["content_part.added", "{}.delta", "{}.done", "content_part.done", "output_item.done"]
@@ -134,7 +134,7 @@ def test_the_same_as_events(server: Running) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_output_that_was_cut_off(server: Running, stream: bool) -> None:
-    fields = {**REQUEST, "max_output_tokens": 2, **saying("Let", "me", "look.")}
+    fields = {**REQUEST, "max_output_tokens": 2, **biased("Let", "me", "look.")}
     response = events(server, **fields)[-1]["response"] if stream else ask(server, **fields)
     assert response["status"] == "incomplete"
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -143,8 +143,8 @@ def test_an_output_that_was_cut_off(server: Running, stream: bool) -> None:
 
 
 def test_an_answer_without_words_is_an_empty_message(server: Running) -> None:
-    assert outputs(ask(server, **REQUEST, **saying())) == [("message", "")]
-    assert [event["type"] for event in events(server, **REQUEST, **saying())][-2:] == [
+    assert outputs(ask(server, **REQUEST, **biased())) == [("message", "")]
+    assert [event["type"] for event in events(server, **REQUEST, **biased())][-2:] == [
         "response.output_item.done",
         "response.completed",
     ]
@@ -152,16 +152,16 @@ def test_an_answer_without_words_is_an_empty_message(server: Running) -> None:
 
 def test_a_call_cut_off_in_a_stream_is_not_read_again(server: Running, prompts: list[str]) -> None:
     """Its arguments have been streamed already; in a whole answer it is text, as in chat."""
-    fields = {**REQUEST, "max_output_tokens": 2, **saying(*CALL)}
+    fields = {**REQUEST, "max_output_tokens": 2, **biased(*CALL)}
     last = events(server, **fields)[-1]["response"]
     assert last["status"] == "incomplete"
-    ask(server, input="w22", previous_response_id=last["id"], **saying("me"))
+    ask(server, input="w22", previous_response_id=last["id"], **biased("me"))
     assert outputs(ask(server, **fields)) == [("message", " ".join(CALL[:2]))]
     assert " w22" in prompts[1]
 
 
 def test_a_call_cut_off_within_its_arguments_is_incomplete(speaker_dir: Path) -> None:
-    fields = {**REQUEST, "max_output_tokens": 3, **saying("look.", *MISTRAL_CALL)}
+    fields = {**REQUEST, "max_output_tokens": 3, **biased("look.", *MISTRAL_CALL)}
     fields["include"] = ["message.output_text.logprobs"]
     with running_server(LLM(speaker_dir, num_blocks=64), tool_call_parser="mistral") as server:
         for response in (ask(server, **fields), events(server, **fields)[-1]["response"]):
@@ -175,25 +175,25 @@ def test_a_call_cut_off_within_its_arguments_is_incomplete(speaker_dir: Path) ->
 def test_the_output_of_an_incomplete_call_is_left_out_with_it(server: Running, prompts: list[str]) -> None:
     user, again = {"role": "user", "content": "w20"}, {"role": "user", "content": "w22"}
     call = {**CALLED, "arguments": '{"ci', "status": "incomplete"}
-    ask(server, input=[user, call, OUTPUT, again], **saying("me"))
-    ask(server, input=[user, again], **saying("me"))
+    ask(server, input=[user, call, OUTPUT, again], **biased("me"))
+    ask(server, input=[user, again], **biased("me"))
     assert prompts[0] == prompts[1]
-    last = ask(server, input=[user, call, CALLED, OUTPUT, again], **saying("me"))
+    last = ask(server, input=[user, call, CALLED, OUTPUT, again], **biased("me"))
     assert OUTPUT["output"] in prompts[2]
-    ask(server, input="w23", previous_response_id=last["id"], **saying("me"))
+    ask(server, input="w23", previous_response_id=last["id"], **biased("me"))
     assert prompts[3].startswith(prompts[2])
 
 
 def test_a_call_may_be_without_arguments_or_broken(server: Running, prompts: list[str]) -> None:
     for arguments in ("{}", "", '{"city'):
-        ask(server, input=[{**CALLED, "arguments": arguments}, OUTPUT], **saying("me"))
+        ask(server, input=[{**CALLED, "arguments": arguments}, OUTPUT], **biased("me"))
     assert prompts[0] == prompts[1]
     assert prompts[2] != prompts[0]
 
 
 def test_three_turns_are_one_conversation(server: Running, prompts: list[str]) -> None:
-    """previous_response_id gives the model what the whole conversation gives it, instructions apart."""
-    call = saying(*THOUGHT, *CALL[:4])
+    """previous_response_id gives the model the same prompt as the whole conversation, instructions apart."""
+    call = biased(*THOUGHT, *CALL[:4])
     first = ask(server, **REQUEST, instructions="w40", **call)
     result = {"type": "function_call_output", "call_id": first["output"][2]["call_id"], "output": "w30"}
     second = ask(
@@ -202,12 +202,12 @@ def test_three_turns_are_one_conversation(server: Running, prompts: list[str]) -
         tools=TOOLS,
         previous_response_id=first["id"],
         instructions="w41",
-        **saying("me"),
+        **biased("me"),
     )
-    ask(server, input="w23", tools=TOOLS, previous_response_id=second["id"], **saying("look."))
+    ask(server, input="w23", tools=TOOLS, previous_response_id=second["id"], **biased("look."))
     user = {"role": "user", "content": "w20 w21"}
     whole = [user, *first["output"], result, *second["output"], {"role": "user", "content": "w23"}]
-    ask(server, input=whole, tools=TOOLS, **saying("look."))
+    ask(server, input=whole, tools=TOOLS, **biased("look."))
     assert prompts[2] == prompts[3]
     assert "w40" not in prompts[1]
     assert "w41" not in prompts[2]
@@ -231,19 +231,19 @@ def test_three_turns_are_one_conversation(server: Running, prompts: list[str]) -
     ]
     function = {name: value for name, value in TOOLS[0].items() if name != "type"}
     tools = [{"type": "function", "function": function}]
-    body = {"model": MODEL, "messages": chat, "tools": tools, **saying("look.")}
+    body = {"model": MODEL, "messages": chat, "tools": tools, **biased("look.")}
     assert web.post(f"{server.base_url}/v1/chat/completions", json=body).status_code == 200
     assert prompts[4] == prompts[2]
 
 
 def test_items_that_are_named_are_those_that_were_kept(server: Running, prompts: list[str]) -> None:
     """previous_response_id gives the same items; those that are named are stored again."""
-    first = ask(server, **REQUEST, **saying(*THOUGHT, *CALL[:4]))
+    first = ask(server, **REQUEST, **biased(*THOUGHT, *CALL[:4]))
     user = {"role": "user", "content": "w20 w21"}
     names = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
     result = {"type": "function_call_output", "call_id": first["output"][2]["call_id"], "output": "w30"}
-    ask(server, input=[result], previous_response_id=first["id"], **saying("me"))
-    named = ask(server, input=[user, *names, result], **saying("me"))
+    ask(server, input=[result], previous_response_id=first["id"], **biased("me"))
+    named = ask(server, input=[user, *names, result], **biased("me"))
     assert prompts[1] == prompts[2]
     address = f"{server.base_url}/v1/responses/{named['id']}/input_items"
     assert web.get(address, params={"order": "asc"}).json()["data"][1:4] == first["output"]
@@ -251,7 +251,7 @@ def test_items_that_are_named_are_those_that_were_kept(server: Running, prompts:
 
 def test_an_item_is_sent_once(server: Running) -> None:
     """Pages of items follow their ids."""
-    first = ask(server, input="w20", **saying("me"))
+    first = ask(server, input="w20", **biased("me"))
     [item] = first["output"]
     name = {"type": "item_reference", "id": item["id"]}
     assert refused(server, input=[name, name])[0] == "input.1.id"
@@ -263,9 +263,9 @@ def test_items_of_a_conversation_are_kept_in_order(server: Running) -> None:
     first = ask(
         server,
         input=[{"role": "system", "content": "w40"}, {"role": "user", "content": "w20"}],
-        **saying("me"),
+        **biased("me"),
     )
-    second = ask(server, input="w21", previous_response_id=first["id"], **saying("look."))
+    second = ask(server, input="w21", previous_response_id=first["id"], **biased("look."))
     address = f"{server.base_url}/v1/responses/{second['id']}"
     assert web.get(address).json() == second
     page = web.get(f"{address}/input_items", params={"order": "asc"}).json()
@@ -282,8 +282,8 @@ def test_items_of_a_conversation_are_kept_in_order(server: Running) -> None:
 
 
 def test_what_is_deleted_is_gone_and_what_continues_it_remains(server: Running) -> None:
-    first = ask(server, input="w20", **saying("me"))
-    second = ask(server, input="w21", previous_response_id=first["id"], **saying("look."))
+    first = ask(server, input="w20", **biased("me"))
+    second = ask(server, input="w21", previous_response_id=first["id"], **biased("look."))
     address = f"{server.base_url}/v1/responses/"
     with web.Client() as client:
         done = client.delete(address + first["id"])
@@ -292,11 +292,11 @@ def test_what_is_deleted_is_gone_and_what_continues_it_remains(server: Running) 
             assert client.request(method, address + first["id"] + path).status_code == 404
     param, _ = refused(server, input="w22", previous_response_id=first["id"])
     assert param == "previous_response_id"
-    ask(server, input="w22", previous_response_id=second["id"], **saying("me"))
+    ask(server, input="w22", previous_response_id=second["id"], **biased("me"))
 
 
 def test_store_false_keeps_nothing(server: Running) -> None:
-    response = ask(server, input="w20", store=False, **saying("me"))
+    response = ask(server, input="w20", store=False, **biased("me"))
     assert response["store"] is False
     assert web.get(f"{server.base_url}/v1/responses/{response['id']}").status_code == 404
 
@@ -323,7 +323,7 @@ def test_settings_are_echoed(server: Running) -> None:
 
 def test_without_tools_calls_are_text(server: Running, prompts: list[str]) -> None:
     fields = {**REQUEST, "tool_choice": "none", "chat_template_kwargs": {"mood": "w50"}}
-    assert outputs(ask(server, **fields, **saying(*CALL[:4]))) == [("message", " ".join(CALL[:4]))]
+    assert outputs(ask(server, **fields, **biased(*CALL[:4]))) == [("message", " ".join(CALL[:4]))]
     assert "weather" not in prompts[0]
     assert prompts[0].endswith("w50")
 
@@ -405,15 +405,15 @@ def thought(text: str) -> dict[str, Any]:
 )
 def test_items_as_messages(server: Running, prompts: list[str], items: list[Any], prompt: str) -> None:
     expected = server.service.tokenizer.encode(prompt, add_special_tokens=False)
-    response = ask(server, input=items, **saying("me"))
+    response = ask(server, input=items, **biased("me"))
     assert prompts[0].split() == str(server.service.tokenizer.decode(expected)).split()
     assert response["usage"]["input_tokens"] == len(expected)
 
 
 def test_instructions_and_a_leading_system_message_are_one(server: Running, prompts: list[str]) -> None:
     items = [{"role": "system", "content": "w41"}, {"role": "user", "content": "w20"}]
-    first = ask(server, input=items, instructions="w40", **saying("me"))
-    ask(server, input="w21", previous_response_id=first["id"], instructions="w42", **saying("me"))
+    first = ask(server, input=items, instructions="w40", **biased("me"))
+    ask(server, input="w21", previous_response_id=first["id"], instructions="w42", **biased("me"))
     for prompt, system in zip(prompts, ("w40 w41", "w42 w41"), strict=True):
         decoded = server.service.tokenizer.decode(
             server.service.tokenizer.encode(f"system: {system} user: w20", add_special_tokens=False)
@@ -495,13 +495,13 @@ def test_other_statuses(server: Running) -> None:
     assert refused(server, 404, model="zoo", input="w20")[0] == "model"
     long = {"input": [{"role": "user", "content": "a"}] * 600}
     assert refused(server, **long)[0] == "input"
-    received = events(server, input="w20", **saying("me"))
+    received = events(server, input="w20", **biased("me"))
     assert received[0]["response"]["status"] == "in_progress"
 
 
 def test_a_failure_is_the_last_event(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvreclaim.server.responses.answer.ResponseAnswer._take", None)
-    last = events(server, **REQUEST, **saying("me"))[-1]
+    last = events(server, **REQUEST, **biased("me"))[-1]
     assert last["response"]["usage"] is None
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
     assert last["response"]["error"]["code"] == "server_error"
@@ -524,7 +524,7 @@ def test_a_failure_ends_the_item_that_is_open(server: Running, monkeypatch: pyte
             yield [updates()]
 
     monkeypatch.setattr(server.service, "submit", broken)
-    received = events(server, **REQUEST, **saying("Let", "me"))
+    received = events(server, **REQUEST, **biased("Let", "me"))
     assert [event["type"].removeprefix("response.") for event in received[-4:]] == [
         *("output_text.done", "content_part.done", "output_item.done", "failed"),
     ]
@@ -561,7 +561,7 @@ def test_who_leaves_a_stream_takes_its_request_along(server: Running) -> None:
 
 def test_null_is_as_good_as_absent(server: Running) -> None:
     nothing = dict.fromkeys(("conversation", "prompt", "background", "include", "text", "reasoning", "tools"))
-    assert post(server, {"input": "w20", **nothing, **saying("me")}).status_code == 200
+    assert post(server, {"input": "w20", **nothing, **biased("me")}).status_code == 200
 
 
 SHARED = {

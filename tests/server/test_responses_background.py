@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 from running import MODEL, Running, openai_client, running_server
-from speaking import saying
+from speaking import biased
 from steering import assert_empty, halted, until
 
 from kvreclaim import LLM
@@ -30,7 +30,7 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 
 
 def words(*output: str) -> dict[str, object]:
-    return {"extra_body": saying(*output)}
+    return {"extra_body": biased(*output)}
 
 
 def ended(client: openai.OpenAI, response_id: str) -> openai.types.responses.Response:

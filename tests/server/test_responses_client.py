@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 from running import MODEL, openai_client, running_server
 from scribbling import TERSE, save_scribbler
-from speaking import CALL, saying
+from speaking import CALL, biased
 
 from kvreclaim import LLM
 
@@ -27,7 +27,7 @@ def client(speaker: LLM) -> Iterator[openai.OpenAI]:
 
 
 def words(*output: str) -> dict[str, Any]:
-    return {"extra_body": saying(*output)}
+    return {"extra_body": biased(*output)}
 
 
 def test_an_agents_loop(client: openai.OpenAI) -> None:

@@ -10,7 +10,7 @@ import pytest
 import web
 from responding import ask, post
 from running import running_server
-from speaking import saying
+from speaking import biased
 
 from kvreclaim import LLM
 from kvreclaim.errors import InvalidArgumentError
@@ -138,8 +138,8 @@ def test_keys_a_restart_and_a_response_that_is_too_large(speaker_dir: Path, tmp_
     options = {"api_keys": ("one", "two"), "tenant_secret": "s" * 32, "max_stored_responses_bytes": 6000}
     options["responses_db"] = str(tmp_path / "responses.db")
     with running_server(LLM(speaker_dir, num_blocks=64), **options) as server:
-        first = ask(server, "one", input="w20", **saying("me"))
-        large = ask(server, "one", input="w20", metadata={"a": "b" * 5000}, **saying("me"))
+        first = ask(server, "one", input="w20", **biased("me"))
+        large = ask(server, "one", input="w20", metadata={"a": "b" * 5000}, **biased("me"))
         assert (first["store"], large["store"]) == (True, False)
     with running_server(LLM(speaker_dir, num_blocks=64), **options) as server:
         address = f"{server.base_url}/v1/responses/"
@@ -147,7 +147,7 @@ def test_keys_a_restart_and_a_response_that_is_too_large(speaker_dir: Path, tmp_
             headers = {"authorization": f"Bearer {key}"}
             found = {"first": first, "large": large}[name]["id"]
             assert web.get(address + found, headers=headers).status_code == status
-        body = {"input": "w21", "previous_response_id": first["id"], **saying("look.")}
+        body = {"input": "w21", "previous_response_id": first["id"], **biased("look.")}
         assert post(server, body, "two").json()["error"]["code"] == "previous_response_not_found"
         second = ask(server, "one", **body)
         page = web.get(f"{address}{second['id']}/input_items", headers={"authorization": "Bearer one"}).json()

@@ -11,7 +11,7 @@ import pytest
 import web
 from responding import ask, refused
 from running import Running, running_server
-from speaking import saying
+from speaking import biased
 
 from kvreclaim import LLM
 from kvreclaim.server.responses.translate import fitting
@@ -60,7 +60,7 @@ def test_what_stays(items: list[Any], most: int, kept: list[int]) -> None:
 
 @pytest.mark.parametrize(("most", "kept"), [(10, 0), (8, 2), (7, 2)])
 def test_a_prompt_that_no_template_writes(most: int, kept: int) -> None:
-    """Many templates refuse a conversation in which no user speaks."""
+    """Many templates refuse a conversation without a user's message."""
     items = [USER, SAYS, *AGENT]
 
     def fits(places: list[int]) -> bool | None:
@@ -84,7 +84,7 @@ def server(speaker_dir: Path) -> Iterator[Running]:
 
 
 def prompt_of(server: Running, monkeypatch: pytest.MonkeyPatch, **body: Any) -> tuple[list[int], dict]:
-    """What the model read, and the response."""
+    """Return the prompt that the model read, and the response."""
     read: list[list[int]] = []
     submit = server.service.submit
 
@@ -94,7 +94,7 @@ def prompt_of(server: Running, monkeypatch: pytest.MonkeyPatch, **body: Any) -> 
 
     with monkeypatch.context() as patched:
         patched.setattr(server.service, "submit", spy)
-        response = ask(server, **body, **saying("me"))
+        response = ask(server, **body, **biased("me"))
     return read[0], response
 
 

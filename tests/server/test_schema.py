@@ -46,7 +46,7 @@ OPERATIONS = (
 
 @pytest.fixture(scope="module")
 def described() -> Iterator[tuple[Running, schemathesis.BaseSchema]]:
-    """Short sequences only, so that a request that asks for as much as it may is answered soon."""
+    """Short sequences only, so that a request of the most tokens allowed is answered soon."""
     llm = LLM(demo_model(), num_blocks=512, max_num_seqs=64, max_model_len=128)
     with running_server(llm) as running:
         yield running, schemathesis.openapi.from_url(f"{running.base_url}/openapi.json")

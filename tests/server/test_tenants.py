@@ -29,7 +29,7 @@ SECRET = "of this test"
 
 @dataclass
 class Work:
-    """What the engine does: everything that takes time, counted."""
+    """Count the work of the engine's steps: everything that takes time."""
 
     steps: list[tuple[int, ...]] = field(default_factory=list)
 

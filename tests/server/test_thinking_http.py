@@ -10,7 +10,7 @@ import openai
 import pytest
 import web
 from running import MODEL, Running, openai_client, running_server
-from speaking import saying
+from speaking import biased
 
 from kvreclaim import LLM
 from kvreclaim.server.anthropic.routes import AnsweredMessage
@@ -32,7 +32,7 @@ def server(speaker: LLM) -> Iterator[Running]:
 
 
 def chat(server: Running, *words: str, status: int = 200, **fields: Any) -> dict[str, Any]:
-    body = {"model": MODEL, "messages": USER, **saying(*words), **fields}
+    body = {"model": MODEL, "messages": USER, **biased(*words), **fields}
     answer = web.post(f"{server.base_url}/v1/chat/completions", json=body)
     assert answer.status_code == status, answer.text
     if status == 200 and not fields.get("stream"):
@@ -66,7 +66,7 @@ def test_both_names_of_the_reasoning_in_a_stream(server: Running) -> None:
         stream = client.chat.completions.create(
             model=MODEL,
             messages=USER,
-            extra_body=saying(*THOUGHT),
+            extra_body=biased(*THOUGHT),
             stream=True,
             stream_options={"include_usage": True},
         )
@@ -90,7 +90,7 @@ def test_either_name_can_be_sent_back(server: Running, speaker: LLM) -> None:
 
 def message(server: Running, *words: str, **fields: Any) -> AnsweredMessage:
     with anthropic.Anthropic(base_url=server.base_url, api_key="any", max_retries=0) as client:
-        given = {"model": MODEL, "max_tokens": 20, "messages": USER, "extra_body": saying(*words), **fields}
+        given = {"model": MODEL, "max_tokens": 20, "messages": USER, "extra_body": biased(*words), **fields}
         whole = client.messages.create(**given)
         with client.messages.stream(**given) as stream:
             streamed = stream.get_final_message()
@@ -159,6 +159,6 @@ def test_a_beam_searchs_reasoning_is_counted(server: Running) -> None:
 
 def test_openai_client_reads_the_count(server: Running) -> None:
     with openai_client(server) as client:
-        answer = client.chat.completions.create(model=MODEL, messages=USER, extra_body=saying(*THOUGHT))
+        answer = client.chat.completions.create(model=MODEL, messages=USER, extra_body=biased(*THOUGHT))
     assert isinstance(answer, openai.types.chat.ChatCompletion)
     assert answer.usage.completion_tokens_details.reasoning_tokens == 2

@@ -12,7 +12,7 @@ import pytest
 import tiny
 import web
 from running import MODEL, Running, openai_client, running_server
-from speaking import CALL, save_speaker, saying
+from speaking import CALL, biased, save_speaker
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from kvreclaim import LLM
@@ -167,7 +167,7 @@ def test_both_dialects_take_them_and_look_for_calls(speaker: LLM) -> None:
     with running_server(speaker) as server:
         splitter = server.service.output_format.splitter([20], {"weather": {}}, one_call=False)
         assert merged(splitter.take(" ".join(CALL), last=True)) == [ToolCall("weather", '{"city":"Bern"}')]
-        given: dict[str, Any] = {"model": MODEL, "extra_body": saying("look.")}
+        given: dict[str, Any] = {"model": MODEL, "extra_body": biased("look.")}
         with openai_client(server) as client:
             turns = [*user, *_answered(calling("weather")), *user]
             for more in ({"tools": [FUNCTION]}, {"tools": [FUNCTION], "tool_choice": "none"}, {}):

@@ -29,7 +29,7 @@ MARKER = "xyzzymarker"
 
 
 def traced(ask: Callable[[Running], Any], **config: Any) -> tuple[Any, Collector]:
-    """What `ask` returns of a server, and what the collector has once that server has ended."""
+    """Return the value of `ask`, and the collector once the server has ended."""
     llm = LLM(demo_model(), num_blocks=128, max_num_seqs=4, max_model_len=256)
     with collector() as sink:
         options = {"otlp_traces_endpoint": sink.url, **config}
@@ -176,7 +176,7 @@ def test_what_is_not_traced() -> None:
 
 
 def test_a_client_does_not_decide_what_is_traced_unless_it_is_trusted() -> None:
-    """The span that it names is a link of a trace of our own, whatever it says about sampling."""
+    """The span that it names is a link of a trace of our own, whatever its sampling flag."""
 
     def ask(server: Running) -> None:
         for parent in (PARENT, UNSAMPLED):

@@ -25,7 +25,7 @@ def run(play: Callable[[Workers], Coroutine[Any, Any, None]], num_threads: int =
 
 
 class Gated:
-    """Work that waits for its turn to end; order: who was begun."""
+    """Work that waits for its turn to end; order: the names of those begun."""
 
     def __init__(self) -> None:
         self.go = threading.Event()

@@ -7,7 +7,7 @@ from functools import partial
 import httpx2
 
 LIMIT_S = 300
-"""What is awaited happens long before; a test that gets here has failed."""
+"""Longer than any wait of a test that passes."""
 
 get = partial(httpx2.get, timeout=LIMIT_S)
 post = partial(httpx2.post, timeout=LIMIT_S)

@@ -83,7 +83,7 @@ def is_watched(server: Running) -> bool:
 
 
 class Outside(HTMLParser):
-    """What a page would load, and what a strict policy would block."""
+    """Collect the URLs of a page, and inline code that a strict policy would block."""
 
     def __init__(self) -> None:
         super().__init__()

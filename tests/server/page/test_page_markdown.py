@@ -1,4 +1,4 @@
-"""Markdown of answers in headless Chromium: what it becomes, and what it cannot become."""
+"""Markdown of answers in headless Chromium: the elements that it becomes, and those that it cannot become."""
 
 from __future__ import annotations
 
