@@ -61,7 +61,7 @@ def test_a_preset_reaches_the_command_and_the_command_line_wins(
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("temperature: 1", "'temperature', which is no option of `kvreclaim serve`"),
         ("served: {port: 7}", "has a group 'served'"),
@@ -73,10 +73,10 @@ def test_a_preset_reaches_the_command_and_the_command_line_wins(
         ("config: other.yaml", "'config', which is no option"),
     ],
 )
-def test_what_a_file_may_not_say(tmp_path: Path, text: str, says: str) -> None:
+def test_what_a_file_may_not_say(tmp_path: Path, text: str, message: str) -> None:
     result = runner.invoke(app, ["serve", "--config", preset(tmp_path, text)])
     assert result.exit_code == 2
-    assert says in result.output
+    assert message in result.output
 
 
 def test_a_file_that_is_not_there() -> None:

@@ -236,8 +236,8 @@ def test_reasoning_is_apart_and_given_back(directory: Path, capsys) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40, structured_outputs=structured)
     dialogue = Dialogue(llm, params, None)
     assert merged(dialogue.ask("stop")) == [Reasoning("ab"), Text("cd")]
-    spoken = {"role": "assistant", "content": "cd", "reasoning_content": "ab"}
-    assert dialogue.turns[1] == spoken
+    turn = {"role": "assistant", "content": "cd", "reasoning_content": "ab"}
+    assert dialogue.turns[1] == turn
     capsys.readouterr()
     answer(dialogue, "stop", verbose=False)
     shown = capsys.readouterr()

@@ -31,7 +31,7 @@ def server(tiny_dir: Callable[[str], Path]) -> Iterator[Running]:
 
 @pytest.fixture
 def narrow(tiny_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    """Room for four connections, two of each client, which need not wait for each other."""
+    """Room for four connections, two of each client, without PATIENCE_S for either."""
     monkeypatch.setattr("kvreclaim.server.http.connections.PATIENCE_S", 0.0)
     limits = {"max_connections": 4, "max_connections_per_address": 2}
     with running_server(LLM(tiny_dir("llama"), num_blocks=128), **limits) as running:

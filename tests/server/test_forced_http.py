@@ -58,12 +58,12 @@ def other(server: Running) -> Iterator[anthropic.Anthropic]:
 
 @pytest.fixture(params=[*TOOL_PARSERS, None])
 def form(server: Running, request: pytest.FixtureRequest) -> str | None:
-    speak(server, request.param)
+    set_parsers(server, request.param)
     return request.param
 
 
-def speak(server: Running, name: str | None, *, reasoning: str | None = None) -> None:
-    """Calls and reasoning are written so from now on."""
+def set_parsers(server: Running, name: str | None, *, reasoning: str | None = None) -> None:
+    """Let the server write and read calls and reasoning in these formats from now on."""
     known = server.service.output_format
     form = replace(known, tool_parser=name, reasoning_parser=reasoning)
     server.service.__dict__["output_format"] = form
@@ -106,7 +106,7 @@ def test_required_whole_and_streamed(client: openai.OpenAI, form: str | None) ->
 @pytest.mark.parametrize("reasoning", ["think", "harmony"])
 def test_an_array_behind_reasoning(client: openai.OpenAI, server: Running, reasoning: str) -> None:
     """Harmony knows no array: its own calls are forced, whatever the tool parser."""
-    speak(server, None, reasoning=reasoning)
+    set_parsers(server, None, reasoning=reasoning)
     how = {"chat_template_kwargs": {"begin": False}}
     message = ask(client, tool_choice=NAMED, extra_body=how).choices[0].message
     check_calls(message.tool_calls)
@@ -114,7 +114,7 @@ def test_an_array_behind_reasoning(client: openai.OpenAI, server: Running, reaso
 
 
 def test_without_being_forced_an_array_is_text(client: openai.OpenAI, server: Running) -> None:
-    speak(server, None)
+    set_parsers(server, None)
     text = '[{"name": "now", "parameters": {}}]'
     extra = {"structured_outputs": {"choice": [text]}}
     for choice in ("auto", "none"):
@@ -123,7 +123,7 @@ def test_without_being_forced_an_array_is_text(client: openai.OpenAI, server: Ru
 
 
 def test_several_calls_and_allowed_tools(client: openai.OpenAI, server: Running) -> None:
-    speak(server, "kimi_k2")
+    set_parsers(server, "kimi_k2")
     message = ask(client, tool_choice="required").choices[0].message
     check_calls(message.tool_calls)
     for mode, names in (("required", {"now"}), ("auto", {"get_weather"})):
@@ -139,7 +139,7 @@ def test_several_calls_and_allowed_tools(client: openai.OpenAI, server: Running)
 def test_strict_calls_of_a_model_that_may_write_text(client: openai.OpenAI, server: Running) -> None:
     """The bias makes it open a call; the schema does the rest, of the strict function alone."""
     for name, opening in (("kimi_k2", "<|tool_calls_section_begin|>"), ("mistral", "[TOOL_CALLS]")):
-        speak(server, name)
+        set_parsers(server, name)
         bias = {**TERSE, str(token_of(server, opening)): 100.0}
         tools = [strict(TOOLS[0]), TOOLS[1]]
         for seed in range(3):
@@ -158,7 +158,7 @@ def test_strict_calls_of_a_model_that_may_write_text(client: openai.OpenAI, serv
 def test_any_tool_and_strict_of_anthropic(
     other: anthropic.Anthropic, server: Running, name: str | None
 ) -> None:
-    speak(server, name)
+    set_parsers(server, name)
     tools = [{"name": name, "input_schema": SCHEMAS[name], "strict": True} for name in SCHEMAS]
     fields = {"model": MODEL, "messages": MESSAGES, "tools": tools, "max_tokens": 300}
     extra = {"seed": 1, "logit_bias": TERSE}
@@ -177,7 +177,7 @@ def test_any_tool_and_strict_of_anthropic(
 
 
 def test_structured_outputs_of_anthropic(other: anthropic.Anthropic, server: Running) -> None:
-    speak(server, "hermes")
+    set_parsers(server, "hermes")
     fields = {"model": MODEL, "messages": MESSAGES, "max_tokens": 300}
     form = {"type": "json_schema", "schema": WEATHER}
     for more in ({"output_config": {"format": form}}, {"output_format": form}):
@@ -187,7 +187,7 @@ def test_structured_outputs_of_anthropic(other: anthropic.Anthropic, server: Run
 
 
 def test_a_structured_answer_or_a_call(client: openai.OpenAI, server: Running) -> None:
-    speak(server, "kimi_k2")
+    set_parsers(server, "kimi_k2")
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": WEATHER}}
     opening = str(token_of(server, "<|tool_calls_section_begin|>"))
     for bias in (100.0, -100.0):
@@ -318,7 +318,7 @@ UNSET = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": 
 def test_refusals_name_the_place(
     client: openai.OpenAI, server: Running, name: str | None, fields: dict[str, Any], param: str
 ) -> None:
-    speak(server, name)
+    set_parsers(server, name)
     given = {"logit_bias": openai.NOT_GIVEN, "seed": openai.NOT_GIVEN}
     with pytest.raises(openai.BadRequestError) as refused:
         ask(client, **given, **fields)
@@ -345,7 +345,7 @@ def test_a_structured_answer_behind_its_reasoning(
     client: openai.OpenAI, other: anthropic.Anthropic, server: Running, begin: bool
 ) -> None:
     """The model is made to think `end`, and to end its reasoning; the schema holds for what comes then."""
-    speak(server, "hermes", reasoning="think")
+    set_parsers(server, "hermes", reasoning="think")
     words = [*([] if begin else ["<think>"]), "end", "</think>"]
     bias = {str(token_of(server, word)): 100.0 - 20 * place for place, word in enumerate(words)}
     how = {"repetition_penalty": 100.0, "chat_template_kwargs": {"begin": begin}}

@@ -55,8 +55,8 @@ def anthropic_client(server: Running, key: str = TENANT) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=server.base_url, api_key=key, max_retries=0)
 
 
-def says(answer: httpx2.Response, status: int, *words: str) -> dict:
-    """The error of an answer, after checking that it is one of this path's dialect and has the words."""
+def fails(answer: httpx2.Response, status: int, *words: str) -> dict:
+    """Check that the answer is an error of its path's dialect and has the words; return the error."""
     assert answer.status_code == status, answer.text
     body = answer.json()
     error = body["error"]
@@ -94,7 +94,7 @@ def test_every_route_but_health_wants_a_key(guarded: Running) -> None:
                 if path == "/health":
                     assert answer.status_code == 200
                 else:
-                    says(answer, 401, "API key")
+                    fails(answer, 401, "API key")
                     assert "Bearer" in answer.headers["www-authenticate"]
             assert client.get("/health/").status_code == 401
 
@@ -104,7 +104,7 @@ def test_every_route_but_health_wants_a_key(guarded: Running) -> None:
 )
 def test_what_tells_about_all_is_the_operators(guarded: Running, path: str) -> None:
     with http(guarded, follow_redirects=True) as client:
-        says(client.get(path), 401, "operator")
+        fails(client.get(path), 401, "operator")
     for key in (OPERATOR, OTHER):
         with http(guarded, key) as client:
             assert (client.get("/load").status_code == 200) == (key == OPERATOR)
@@ -133,11 +133,11 @@ def test_a_body_over_the_limit_is_refused_however_it_comes(guarded: Running, pat
             yield body[start : start + 100]
 
     with http(guarded) as client:
-        says(client.post(path, content=body, headers=json_type), 413, f"{BODY_LIMIT} bytes")
-        says(client.post(path, content=pieces(), headers=json_type), 413, f"{BODY_LIMIT} bytes")
+        fails(client.post(path, content=body, headers=json_type), 413, f"{BODY_LIMIT} bytes")
+        fails(client.post(path, content=pieces(), headers=json_type), 413, f"{BODY_LIMIT} bytes")
         fits = json.dumps(BODIES[path]).encode().ljust(BODY_LIMIT)
         assert client.post(path, content=fits, headers=json_type).status_code == 200
-        says(client.post(path, content=fits + b" ", headers=json_type), 413)
+        fails(client.post(path, content=fits + b" ", headers=json_type), 413)
 
 
 def test_half_a_surrogate_pair_is_a_400_wherever_it_stands(guarded: Running) -> None:
@@ -155,21 +155,21 @@ def test_half_a_surrogate_pair_is_a_400_wherever_it_stands(guarded: Running) -> 
         for path, change in changes:
             body = json.dumps(BODIES[path] | change)
             answer = client.post(path, content=body, headers={"content-type": "application/json"})
-            says(answer, 400)
+            fails(answer, 400)
 
 
 @pytest.mark.parametrize("path", ["/nonesuch", "/v1/nonesuch", "/v1/messages/nonesuch"])
 def test_an_unknown_route_is_a_404_of_its_dialect(guarded: Running, path: str) -> None:
     with http(guarded) as client:
-        says(client.get(path), 404, "Not Found")
-        says(client.post(path, json={}), 404, "Not Found")
+        fails(client.get(path), 404, "Not Found")
+        fails(client.post(path, json={}), 404, "Not Found")
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_wrong_method_is_a_405(guarded: Running, path: str) -> None:
     with http(guarded) as client:
         answer = client.get(path)
-        says(answer, 405, "Method Not Allowed")
+        fails(answer, 405, "Method Not Allowed")
         assert answer.headers["allow"] == "POST"
 
 
@@ -181,7 +181,7 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(guarded: Running, pat
         pending.append(PendingRequest(guarded, PATHS[0], prompts, OTHER))
         until(lambda: guarded.service.engine.num_queued == 3)
         answer = client.post(path, json=BODIES[path])
-        says(answer, 429, "3 requests wait")
+        fails(answer, 429, "3 requests wait")
         assert int(answer.headers["retry-after"]) >= 1
         with pytest.raises(openai.RateLimitError):
             openai_client(guarded).completions.create(**COMPLETION)
@@ -199,7 +199,7 @@ def test_a_key_has_so_many_requests_at_once(guarded: Running) -> None:
         until(lambda: engine.num_requests == 2)
         for path in PATHS:
             answer = client.post(path, json=BODIES[path])
-            says(answer, 429, "2 requests of this key", "limit is 2")
+            fails(answer, 429, "2 requests of this key", "limit is 2")
             assert int(answer.headers["retry-after"]) >= 1
         other = PendingRequest(guarded, PATHS[0], COMPLETION, OTHER)
         until(lambda: engine.num_requests == 3)
@@ -225,21 +225,21 @@ def test_one_key_cannot_fill_the_queue(shared: Running) -> None:
         until(lambda: shared.service.engine.num_requests == 2)
         for path in PATHS:
             answer = client.post(path, json=BODIES[path])
-            says(answer, 429, "4 outputs of this key", "limit is 4")
+            fails(answer, 429, "4 outputs of this key", "limit is 4")
             assert int(answer.headers["retry-after"]) >= 1
         other = PendingRequest(shared, PATHS[1], MESSAGE, OTHER)
         until(lambda: shared.service.engine.num_requests == 3)
     assert (filling.answer().status_code, other.answer().status_code) == (200, 200)
     with http(shared) as client:
         assert client.post(PATHS[0], json=body).status_code == 200
-        says(client.post(PATHS[0], json={**body, "n": 3}), 400, "6 outputs", "split it")
+        fails(client.post(PATHS[0], json={**body, "n": 3}), 400, "6 outputs", "split it")
     assert not shared.service.room.taken
 
 
 def test_outputs_of_a_request_are_prompts_times_n(guarded: Running) -> None:
     with http(guarded) as client:
         answer = client.post(PATHS[0], json={**COMPLETION, "prompt": ["GO", "wind"], "n": 4})
-        says(answer, 400, "8 outputs (2 prompts, n 4)", "at most 7", "split it")
+        fails(answer, 400, "8 outputs (2 prompts, n 4)", "at most 7", "split it")
 
 
 def test_every_post_route_counts_against_a_key(guarded: Running) -> None:
@@ -251,7 +251,7 @@ def test_every_post_route_counts_against_a_key(guarded: Running) -> None:
         first = [PendingRequest(guarded, path, BODIES[path], TENANT) for path in PATHS]
         until(lambda: guarded.service.engine.num_requests == 2)
         for path in routes:
-            says(client.post(path, json={}), 429, "2 requests of this key")
+            fails(client.post(path, json={}), 429, "2 requests of this key")
         assert client.get("/v1/models").status_code == 200
     assert [each.answer().status_code for each in first] == [200, 200]
 
@@ -259,7 +259,7 @@ def test_every_post_route_counts_against_a_key(guarded: Running) -> None:
 def test_a_key_cannot_push_itself_forward(shared: Running) -> None:
     with http(shared) as client:
         for path in PATHS:
-            says(client.post(path, json={**BODIES[path], "priority": -1}), 400, "priority is -1", "raise it")
+            fails(client.post(path, json={**BODIES[path], "priority": -1}), 400, "priority is -1", "raise it")
             assert client.post(path, json={**BODIES[path], "priority": 1}).status_code == 200
     with http(shared, OPERATOR) as client:
         for path in PATHS:
@@ -289,7 +289,7 @@ def test_text_that_cannot_fit_is_not_encoded(tiny_dir: Callable[[str], Path]) ->
         service.engine.llm.loaded.tokenizer.encode = None  # any encoding fails
         with web.Client(base_url=running.base_url) as client:
             for path, body in requests:
-                says(client.post(path, json={"model": MODEL, **body}), 400, "max_model_len is 512 tokens")
+                fails(client.post(path, json={"model": MODEL, **body}), 400, "max_model_len is 512 tokens")
 
 
 def test_clients_may_be_kept_from_choosing_compression(tiny_dir: Callable[[str], Path]) -> None:
@@ -300,5 +300,5 @@ def test_clients_may_be_kept_from_choosing_compression(tiny_dir: Callable[[str],
     ):
         for path in PATHS:
             body = {**BODIES[path], "kv_compression": {"policy": "knorm"}}
-            says(client.post(path, json=body), 400, "operator's to choose")
+            fails(client.post(path, json=body), 400, "operator's to choose")
             assert client.post(path, json=BODIES[path]).status_code == 200

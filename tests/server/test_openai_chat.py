@@ -32,7 +32,7 @@ TEMPLATE = """\
 
 
 @pytest.fixture(scope="module")
-def telling(tiny_dir: Callable[[str], Path]) -> Iterator[Running]:
+def templated(tiny_dir: Callable[[str], Path]) -> Iterator[Running]:
     with running_server(LLM(tiny_dir("llama"), num_blocks=256), chat_template=TEMPLATE) as running:
         yield running
 
@@ -106,7 +106,7 @@ def test_without_a_limit_the_answer_fills_the_context(client: openai.OpenAI, tin
     assert answer.choices[0].finish_reason == "length"
 
 
-def test_roles_and_parts(telling: Running):
+def test_roles_and_parts(templated: Running):
     messages = [
         {"role": "developer", "content": "a"},
         {"role": "user", "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]},
@@ -114,10 +114,10 @@ def test_roles_and_parts(telling: Running):
         {"role": "user", "content": "e", "name": "Eve"},
     ]
     expected = "system:a;user:b\nc;assistant:d;user(Eve):e;assistant:"
-    assert prompt_of(telling, messages=messages) == expected
+    assert prompt_of(templated, messages=messages) == expected
 
 
-def test_tools_and_what_they_gave(telling: Running):
+def test_tools_and_what_they_gave(templated: Running):
     called = {"name": "weather", "arguments": '{"city": "Bern"}'}
     call = {"id": "call_1", "type": "function", "function": called}
     messages = [
@@ -125,20 +125,20 @@ def test_tools_and_what_they_gave(telling: Running):
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
     ]
-    prompt = prompt_of(telling, messages=messages, tools=[TOOL], tool_choice="auto")
+    prompt = prompt_of(templated, messages=messages, tools=[TOOL], tool_choice="auto")
     listed, _, rest = prompt.partition(";")
     assert json.loads(listed.removeprefix("tools=")) == [TOOL]
     assert rest == 'user:?;assistant:!weather{"city": "Bern"};tool:rain;assistant:'
-    assert prompt_of(telling, messages=messages, tools=[TOOL]) == prompt
-    assert prompt_of(telling, messages=messages, tools=[TOOL], tool_choice="none") == rest
+    assert prompt_of(templated, messages=messages, tools=[TOOL]) == prompt
+    assert prompt_of(templated, messages=messages, tools=[TOOL], tool_choice="none") == rest
 
 
-def test_an_answer_can_be_sent_back(telling: Running):
+def test_an_answer_can_be_sent_back(templated: Running):
     """As the client's object, and with all the nulls of its dictionary."""
     params = {"model": MODEL, "max_tokens": 4, "temperature": 0.0}
-    with openai_client(telling) as client:
+    with openai_client(templated) as client:
         message = client.chat.completions.create(messages=MESSAGES, **params).choices[0].message
     again = [{"role": "user", "content": "on"}]
     for given in (message, message.model_dump()):
-        prompt = prompt_of(telling, messages=[*MESSAGES, given, *again])
+        prompt = prompt_of(templated, messages=[*MESSAGES, given, *again])
         assert prompt == f"system:stop;user:the end;assistant:{message.content};user:on;assistant:"

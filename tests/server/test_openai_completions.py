@@ -125,8 +125,8 @@ def test_a_stop_string_is_never_seen(client: openai.OpenAI, tiny_oracle: LLM, st
 def test_what_was_served_from_the_cache_is_counted(client: openai.OpenAI, tiny_server: Running):
     prompt = list(range(100, 167))
     size = tiny_server.llm.engine.config.block_size
-    asks = [client.completions.create(model=MODEL, prompt=prompt, max_tokens=1) for _ in range(2)]
-    cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in asks]
+    answers = [client.completions.create(model=MODEL, prompt=prompt, max_tokens=1) for _ in range(2)]
+    cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]
     assert cached == [0, 66 // size * size], "all whole blocks but those of the last token"
 
 
