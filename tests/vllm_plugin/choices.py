@@ -75,9 +75,9 @@ def check_choices(
         new = torch.arange(computed, kept.num_computed)
         alive = [[torch.cat([own, new]) for own in rows] for rows in alive]
         computed = kept.num_computed
-        asked = _Asked(text, compressor, alive, computed, number == 0)
+        inputs = _PassInputs(text, compressor, alive, computed, number == 0)
         uneven = compressor.eviction_method.uneven
-        chosen = asked.unequal(block_size) if uneven else asked.equal(kept.positions.shape[-1])
+        chosen = inputs.unequal(block_size) if uneven else inputs.equal(kept.positions.shape[-1])
         for n, rows in enumerate(chosen):
             for h, wanted in enumerate(rows):
                 row = kept.positions[n, h].long()
@@ -88,8 +88,8 @@ def check_choices(
                 alive[n][h] = found
 
 
-class _Asked:
-    """One pass. alive: positions of each layer and head."""
+class _PassInputs:
+    """What a compressor sees in one pass. alive: positions of each layer and head."""
 
     def __init__(
         self, text: list[Layer], compressor: Compressor, alive: list[list[Tensor]], end: int, first: bool

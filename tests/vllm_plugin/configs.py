@@ -8,7 +8,7 @@ from typing import Any
 import transformers
 from vllm import EngineArgs
 
-ASKED = {"policy": "streaming_llm", "budget": 256, "interval": 64}
+SETTINGS = {"policy": "streaming_llm", "budget": 256, "interval": 64}
 SCHEDULER = "kvreclaim.integrations.vllm.entry.scheduler.ReclaimScheduler"
 SMALL: dict[str, Any] = {
     "vocab_size": 512,
@@ -22,8 +22,8 @@ SMALL: dict[str, Any] = {
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 
-def make_config(model: Path, compression: object = ASKED, **more: Any) -> Any:
-    """vLLM's configuration for this model, asking for compression unless that is None."""
+def make_config(model: Path, compression: object = SETTINGS, **more: Any) -> Any:
+    """vLLM's configuration for this model, with compression unless that is None."""
     extra = {} if compression is None else {"additional_config": {"kv_compression": compression}}
     settings = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 1024, **extra, **more}
     return EngineArgs(model=str(model), skip_tokenizer_init=True, **settings).create_engine_config()

@@ -65,7 +65,7 @@ class Engine:
 
     Args:
         model:        directory (models.make_tiny_model)
-        compression:  "kv_compression" of --additional-config; None: the plugin is not asked for
+        compression:  "kv_compression" of --additional-config; None: none, vLLM as it is
         centred_keys: of --additional-config
         num_blocks:   of the pool, vLLM's null block included
         block_size:   tokens, a multiple of 32
@@ -119,7 +119,7 @@ class Engine:
 
     @property
     def scheduler(self) -> Any:
-        """`.reclaim` of it is the plugin's ledger, where compression is asked for."""
+        """`.reclaim` of it is the plugin's ledger, where "kv_compression" is set."""
         return self.core.scheduler
 
     @property
@@ -134,7 +134,7 @@ class Engine:
 
     @property
     def runner(self) -> Any:
-        """`.reclaim` of it is the plugin's applier, where compression is asked for."""
+        """`.reclaim` of it is the plugin's applier, where "kv_compression" is set."""
         return self.worker.model_runner
 
     def add(

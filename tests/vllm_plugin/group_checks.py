@@ -21,14 +21,14 @@ def check_batch(engine: Engine, model: Path, wanted: Sequence[Any], num_compress
     prompts = random_prompts((600, 450, 400), seed=1)
     with engine.traced() as trace:
         names = [
-            engine.add(prompt, 100, settings=asked) for prompt, asked in zip(prompts, wanted, strict=True)
+            engine.add(prompt, 100, settings=extra) for prompt, extra in zip(prompts, wanted, strict=True)
         ]
         engine.run()
     uneven = []
-    for name, prompt, asked in zip(names, prompts, wanted, strict=True):
+    for name, prompt, extra in zip(names, prompts, wanted, strict=True):
         answer, passes = engine.answer(name), passes_of(trace, name)
         assert all(len(kept.positions) == num_compressed for kept in passes)
-        assert not passes if asked == "off" else len(passes) >= 3
+        assert not passes if extra == "off" else len(passes) >= 3
         check_windowed(model, prompt, answer, passes)
         uneven.append(is_uneven(passes))
     return uneven
@@ -50,14 +50,14 @@ def check_conversation(engine: Engine, model: Path, hits: tuple[int, int]) -> No
     with engine.traced() as trace:
         first = engine.add(prompt, 100)
         engine.run(after_step=look)
-        said = engine.answer(first)
-        text = prompt + said.tokens
+        first_answer = engine.answer(first)
+        text = prompt + first_answer.tokens
         again = engine.add(text, 40)
         engine.run(after_step=look)
         whole = engine.add(text, 40, settings="off")
         engine.run(after_step=look)
-    assert said.figures["compactions"] > 1
-    check_windowed(model, prompt, said, passes_of(trace, first))
+    assert first_answer.figures["compactions"] > 1
+    check_windowed(model, prompt, first_answer, passes_of(trace, first))
     for name, hit in zip((again, whole), hits, strict=True):
         answer = engine.answer(name)
         assert answer.cached_tokens == hit
@@ -72,18 +72,18 @@ def _hashed(engine: Engine, name: str) -> set[int]:
 
 
 def check_preemption(engine: Engine, model: Path) -> None:
-    """Somebody takes every free block while two requests are compressed, until vLLM has preempted the last
+    """The test takes every free block while two requests are compressed, until vLLM has preempted the last
     one."""
     scheduler, pool = engine.scheduler, engine.pool
     taken: list[Any] = []
     last: list[Any] = []
-    said: list[tuple[int, int]] = []
+    before: list[tuple[int, int]] = []
 
     def starve() -> None:
         running = scheduler.running
         if taken and len(running) < 2:
             record = scheduler.reclaim.records[last[0].request_id]
-            said.append((last[0].num_output_tokens, record.counts.compactions))
+            before.append((last[0].num_output_tokens, record.counts.compactions))
             pool.free_blocks(taken)
             taken.clear()
         elif taken or (
@@ -102,6 +102,6 @@ def check_preemption(engine: Engine, model: Path) -> None:
     assert watch.preemptions == 1
     first, passes = engine.answer(names[0]), passes_of(trace, names[1])
     check_windowed(model, prompts[0], first, passes_of(trace, names[0]))
-    [(at, again)], answer = said, engine.answer(names[1])
+    [(at, again)], answer = before, engine.answer(names[1])
     check_windowed(model, prompts[1], answer, passes[:again], slice(at))
     check_windowed(model, prompts[1], answer, passes[again:], slice(at, None))

@@ -119,11 +119,11 @@ class HostSimpleWorker(simple_worker.SimpleCPUOffloadWorker):
             super().register_kv_caches(kv_caches)
 
     def wait_for_save(self) -> None:
-        asked = self._connector_metadata
-        if asked is not None and asked.store_gpu_blocks:
-            blocks = asked.store_gpu_blocks, asked.store_cpu_blocks
+        metadata = self._connector_metadata
+        if metadata is not None and metadata.store_gpu_blocks:
+            blocks = metadata.store_gpu_blocks, metadata.store_cpu_blocks
             self._backend.launch_copy(
-                *blocks, is_store=True, event_idx=asked.store_event, events_list=self._store_events
+                *blocks, is_store=True, event_idx=metadata.store_event, events_list=self._store_events
             )
 
 

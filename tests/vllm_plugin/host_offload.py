@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 LATE = 3
-"""Steps that a transfer takes unless somebody waits for it."""
+"""Steps that a transfer takes unless wait() is called."""
 
 
 def offloading(**more: Any) -> dict[str, Any]:

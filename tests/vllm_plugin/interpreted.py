@@ -6,7 +6,7 @@ import os
 import sys
 from types import SimpleNamespace
 
-assert "triton" not in sys.modules, "Triton was imported before its interpreter was asked for"
+assert "triton" not in sys.modules, "Triton was imported before its interpreter was chosen"
 os.environ["TRITON_INTERPRET"] = "1"
 
 

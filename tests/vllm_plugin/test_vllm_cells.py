@@ -154,9 +154,9 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, out: Tensor, **call: Any) -> None:
     for row, length in enumerate(lengths):
         blocks = call["block_table"][row, : -(-length // k.shape[1])].long()
         keys, values = (x[blocks].flatten(0, 1)[:length, 0].float() for x in (k, v))
-        asked = q[starts[row] : starts[row + 1]].float()
-        logits = torch.einsum("qgd,td->qgt", asked, keys) * call["softmax_scale"]
-        last = length - len(asked) + torch.arange(len(asked))
+        queries = q[starts[row] : starts[row + 1]].float()
+        logits = torch.einsum("qgd,td->qgt", queries, keys) * call["softmax_scale"]
+        last = length - len(queries) + torch.arange(len(queries))
         hidden = torch.arange(length) > last[:, None, None]
         out[starts[row] : starts[row + 1]] = logits.masked_fill(hidden, -torch.inf).softmax(-1) @ values
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from biased import make_biased_model
-from configs import ASKED, NGRAM, SMALL, make_config, make_model, mla_config
+from configs import NGRAM, SETTINGS, SMALL, make_config, make_model, mla_config
 from engines import Engine
 from models import make_stats, make_tiny_model, make_tokenizer
 from vllm.config.cache import CacheDType
@@ -128,7 +128,7 @@ def test_where_centres_come_from(
     monkeypatch.setenv("KVRECLAIM_HOME", str(tmp_path / "home"))
     assert settled() is True
     assert settled(str(tiny_stats)) == str(tiny_stats)
-    of_policy = {**ASKED, "policy": "query_mixture", "stats": str(tiny_stats)}
+    of_policy = {**SETTINGS, "policy": "query_mixture", "stats": str(tiny_stats)}
     config = centred(tiny_model, True, of_policy)
     assert config.additional_config["centred_keys"] == str(tiny_stats)
     assert config.parallel_config.worker_cls.endswith(".ReclaimCPUWorker")

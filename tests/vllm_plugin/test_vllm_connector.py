@@ -1,4 +1,4 @@
-"""KV connectors beside compression: exact blocks are stored and loaded by anybody, others by nobody."""
+"""KV connectors beside compression: exact blocks are stored and loaded, others never."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def exact(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Stored:
     answers."""
     transfer = several(tmp_path_factory.mktemp("exact"), *ALL)
     engine = make_engine(tiny_model, None, transfer, num_blocks=200, chunk=2048)
-    for asked in (prompts()[:2], prompts()[2:], others()):
-        engine.generate(asked, NEW)
+    for batch in (prompts()[:2], prompts()[2:], others()):
+        engine.generate(batch, NEW)
     found = stored(engine)
     engine.close()
     return found
@@ -82,9 +82,9 @@ def engine(
     engine.close()
 
 
-def check(model: Path, answers: list[Answer], asked: list[list[int]], trace: Any) -> None:
+def check(model: Path, answers: list[Answer], inputs: list[list[int]], trace: Any) -> None:
     """Each answer is what its passes leave of its context, and where there was none, that of the whole."""
-    for prompt, answer in zip(asked, answers, strict=True):
+    for prompt, answer in zip(inputs, answers, strict=True):
         passes = passes_of(trace, answer.request_id)
         if passes:
             check_logprobs(model, prompt, answer.tokens, answer.logprobs, passes)
@@ -128,7 +128,7 @@ def check_whole_hits(engine: Engine) -> None:
     assert hit(230) == 224
     assert hit(230, num_computed=64) == 160
     assert hit(230, num_computed=224) == 0
-    assert hit(230, num_preemptions=1) == 0, "its files would be named by what it has said, too"
+    assert hit(230, num_preemptions=1) == 0, "its files would be named by its output tokens, too"
     assert hit(225) == 0, "vLLM finds 192 tokens and would read the files of 224"
     assert hit(1180) == 0, "with a step's tokens beside them they do not fit into the pool"
 
@@ -163,9 +163,9 @@ def test_what_is_stored_is_exact_and_what_is_loaded_answers(
 def test_aborts_and_preemptions_store_nothing_else(engine: Engine, exact: Stored, tiny_model: Path) -> None:
     """Uncompressed requests beside compressed ones take the pool from them; some end early. One whose prompt
     ExampleConnector holds is preempted."""
-    asked = [*prompts(), *others()]
-    names = [engine.add(prompt, NEW) for prompt in asked]
-    long = [asked[1], *[asked[0]] * 4]
+    inputs = [*prompts(), *others()]
+    names = [engine.add(prompt, NEW) for prompt in inputs]
+    long = [inputs[1], *[inputs[0]] * 4]
     plain = [engine.add(prompt, 300, settings="off") for prompt in long]
     steps, resumed = iter(range(10_000)), set()
 

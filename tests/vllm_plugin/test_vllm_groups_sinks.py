@@ -17,12 +17,12 @@ def test_logprobs_are_those_of_the_tokens_kept_in_full_layers(tmp_path: Path) ->
     prompts, wanted = random_prompts((400, 300), seed=1), (None, "off")
     with engine.traced() as trace:
         names = [
-            engine.add(prompt, 100, settings=asked) for prompt, asked in zip(prompts, wanted, strict=True)
+            engine.add(prompt, 100, settings=extra) for prompt, extra in zip(prompts, wanted, strict=True)
         ]
         engine.run()
-    for name, prompt, asked in zip(names, prompts, wanted, strict=True):
+    for name, prompt, extra in zip(names, prompts, wanted, strict=True):
         passes = passes_of(trace, name)
-        assert not passes if asked == "off" else len(passes) >= 3
+        assert not passes if extra == "off" else len(passes) >= 3
         check_windowed(model, prompt, engine.answer(name), passes)
     assert engine.is_empty()
     engine.close()

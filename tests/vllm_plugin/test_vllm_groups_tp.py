@@ -30,11 +30,11 @@ def test_two_workers(tmp_path: Path) -> None:
     wanted = (None, {"policy": "query_mixture"}, "off")
     try:
         with engine.traced() as trace:
-            answers = [engine.generate([prompt], 60, settings=asked)[0] for asked in wanted]
-        for answer, asked in zip(answers, wanted, strict=True):
+            answers = [engine.generate([prompt], 60, settings=extra)[0] for extra in wanted]
+        for answer, extra in zip(answers, wanted, strict=True):
             passes = passes_of(trace, answer.request_id)
-            assert not passes if asked == "off" else len(passes) >= 2
-            assert (answer.cached_tokens > 0) == (asked is not None)
+            assert not passes if extra == "off" else len(passes) >= 2
+            assert (answer.cached_tokens > 0) == (extra is not None)
             check_windowed(gemma, prompt, answer, passes)
     finally:
         engine.close()

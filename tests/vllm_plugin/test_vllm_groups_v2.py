@@ -45,10 +45,10 @@ def test_logprobs_are_those_of_the_tokens_kept_in_full_layers(
         engine.step()
         names += [engine.add(prompts[1], 40, settings=wanted[1]), engine.add(prompts[2], 40, settings="off")]
         engine.run()
-    for name, prompt, asked in zip(names, prompts, wanted, strict=True):
+    for name, prompt, extra in zip(names, prompts, wanted, strict=True):
         answer, passes = engine.answer(name), passes_of(trace, name)
         assert answer.cached_tokens == (128 if prompt is prompts[1] else 0)
-        assert not passes if asked == "off" else len(passes) >= 2
+        assert not passes if extra == "off" else len(passes) >= 2
         check_windowed(gemma, prompt, answer, passes)
     assert engine.is_empty()
     engine.close()

@@ -1,5 +1,5 @@
-"""Installed but not asked for, the plugin changes nothing: vLLM's own scheduler and pool decide what they
-decided.
+"""Installed, but without "kv_compression", the plugin changes nothing: vLLM's own scheduler and pool decide
+what they decided.
 
 With VLLM_TESTS naming a checkout of vLLM's version, its own tests run with and without the plugin as well:
 

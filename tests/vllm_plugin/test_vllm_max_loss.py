@@ -41,7 +41,7 @@ def test_the_prompts_length_and_the_loss_choose_the_budget(engine: Engine) -> No
     totals = engine.scheduler.reclaim.totals
     assert (totals.compressed, totals.whole) == (1, 2)
     assert totals.kept_tokens == totals.promised_tokens == BUDGET
-    [asked] = engine.generate([long], NEW, settings={"budget": 192})
-    assert 192 <= asked.figures["kv_tokens"] < 192 + 128
+    [smaller] = engine.generate([long], NEW, settings={"budget": 192})
+    assert 192 <= smaller.figures["kv_tokens"] < 192 + 128
     with pytest.raises(VLLMValidationError, match="content is 'code'"):
         engine.add(short, NEW, settings={"content": "code"})

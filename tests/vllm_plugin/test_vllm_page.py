@@ -30,7 +30,7 @@ from kvreclaim.integrations.vllm.live import server as page_server
 from kvreclaim.integrations.vllm.live import step_observer
 from kvreclaim.page.view import SHARED
 
-ASKED = {"policy": "streaming_llm", "budget": 128, "interval": 64, "recent": 32}
+SETTINGS = {"policy": "streaming_llm", "budget": 128, "interval": 64, "recent": 32}
 POOL = 129
 LIMIT_S = 300.0
 DASHBOARD = Path(__file__).parents[2] / "examples/observability/grafana/vllm.json"
@@ -89,7 +89,7 @@ class Watcher:
         assert not self._thread.is_alive()
 
 
-def told_lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def logged_lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the plugin logs from here on; vLLM sets its own loggers up anew when it starts."""
     lines: list[str] = []
     handler = logging.Handler()
@@ -124,9 +124,9 @@ def test_the_page_shows_what_the_pool_counts(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     monkeypatch.setattr(step_observer, "EVERY", 7)
-    lines = told_lines(monkeypatch)
-    asked = {**ASKED, "policy": policy, "page_port": 0}
-    engine = Engine(tiny_model, compression=asked, num_blocks=POOL)
+    lines = logged_lines(monkeypatch)
+    compression = {**SETTINGS, "policy": policy, "page_port": 0}
+    engine = Engine(tiny_model, compression=compression, num_blocks=POOL)
     page, totals = engine.scheduler.observer.page, engine.scheduler.reclaim.totals
     assert f"kvreclaim: the block pool is shown at {page.url}" in lines
     delivered: list[dict[str, Any]] = []
@@ -164,8 +164,8 @@ def test_the_page_shows_what_the_pool_counts(
     assert last["totals"]["generation_tokens"] == 3 * 1200 + 500
     assert last["blocks"]["in_use"] == last["blocks"]["shared"] == 0
     assert last["blocks"]["cached"] + last["blocks"]["free"] == POOL - 1
-    told = [int(found[1]) for line in lines if (found := re.match(r"kvreclaim: (\d+) passes: ", line))]
-    assert told == list(range(7, totals.compactions + 1, 7))
+    reported = [int(found[1]) for line in lines if (found := re.match(r"kvreclaim: (\d+) passes: ", line))]
+    assert reported == list(range(7, totals.compactions + 1, 7))
 
 
 def check_frames(frames: list[dict[str, Any]], delivered: list[dict[str, Any]]) -> None:
@@ -196,7 +196,7 @@ def test_a_port_in_use_ends_the_start(tiny_model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(InvalidArgumentError, match=f"page_port {port} .*in use.*name another port"):
-            Engine(tiny_model, compression={**ASKED, "page_port": port}, num_blocks=POOL)
+            Engine(tiny_model, compression={**SETTINGS, "page_port": port}, num_blocks=POOL)
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +204,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     limits = ("--block-size", "32", "--num-gpu-blocks-override", str(POOL), "--max-model-len", "2048")
     limits += ("--max-num-batched-tokens", "256", "--max-num-seqs", "8")
     folder = tmp_path_factory.mktemp("server")
-    with serving(tiny_model, folder, {**ASKED, "page_port": 0}, *limits) as served:
+    with serving(tiny_model, folder, {**SETTINGS, "page_port": 0}, *limits) as served:
         yield served
 
 
@@ -239,14 +239,14 @@ def test_a_server_shows_its_pool_in_the_process_of_its_scheduler(server: Served)
     )
     assert after["blocks"]["in_use"] == 0
     assert after["totals"]["blocks_freed"] == server.counters()["kvreclaim_blocks_freed_total"] > 0
-    asked = server.counters("vllm:")
-    assert after["totals"]["prefix_query_tokens"] == asked["vllm:prefix_cache_queries_total"]
-    assert after["totals"]["prefix_hit_tokens"] == asked["vllm:prefix_cache_hits_total"] > 0
+    counters = server.counters("vllm:")
+    assert after["totals"]["prefix_query_tokens"] == counters["vllm:prefix_cache_queries_total"]
+    assert after["totals"]["prefix_hit_tokens"] == counters["vllm:prefix_cache_hits_total"] > 0
     words = json.dumps([(name, data["requests"]) for name, data in watcher.events if name == "frame"])
-    assert '"cmpl-' in words  # ids, and nothing of what was asked
+    assert '"cmpl-' in words  # ids, and nothing of the prompts
 
 
-def test_what_the_dashboard_asks_for_is_there(server: Served) -> None:
+def test_the_metrics_of_the_dashboard_are_there(server: Served) -> None:
     complete(server, max_tokens=100)
     with urlopen(f"{server.url}/metrics", timeout=LIMIT_S) as page:
         samples = [line for line in page.read().decode().splitlines() if not line.startswith("#")]
@@ -280,7 +280,7 @@ def test_it_ends_with_the_server(server: Served) -> None:
     watcher = Watcher(url)
     watcher.await_frame(lambda frame: True)
     assert server.stop() == 0
-    watcher.join()  # told of the end, or cut off by the front end's own deadline
+    watcher.join()  # after the event of the end, or cut off by the front end's own deadline
     with pytest.raises(httpx.ConnectError):
         next(events_of(url))
     assert not re.findall(r'File ".*/kvreclaim/.*', server.text())

@@ -94,17 +94,17 @@ def test_prompts_of_three_times_the_pool(tight: Engine, tiny_model: Path) -> Non
 
 
 def test_compressed_requests_come_back_from_a_preemption(tight: Engine, tiny_model: Path) -> None:
-    """Somebody takes every free block while all are compressed, until vLLM has preempted the last of them."""
+    """The test takes every free block while all are compressed, until vLLM has preempted the last of them."""
     scheduler, pool = tight.scheduler, tight.pool
     taken: list[Any] = []
     last: list[Any] = []
-    said: list[int] = []
+    before: list[int] = []
 
     def starve() -> None:
         running = scheduler.running
         shifts = [scheduler.reclaim.records[request.request_id].account.num_evicted for request in running]
         if taken and len(running) < 3:
-            said.append(last[0].num_output_tokens)
+            before.append(last[0].num_output_tokens)
             pool.free_blocks(taken)
             taken.clear()
         elif taken or (not last and len(running) == 3 and all(shifts)):
@@ -116,23 +116,23 @@ def test_compressed_requests_come_back_from_a_preemption(tight: Engine, tiny_mod
         names = [tight.add(prompt, 200) for prompt in prompts]
         watch = tight.run(after_step=starve)
     assert watch.preemptions == 1
-    assert said[0] > 0
+    assert before[0] > 0
     for name, prompt in zip(names[:2], prompts[:2], strict=True):
         answer = tight.answer(name)
         check_logprobs(tiny_model, prompt, answer.tokens, answer.logprobs, passes_of(trace, name))
-    check_both_runs(tiny_model, prompts[2], tight.answer(names[2]), passes_of(trace, names[2]), said[0])
+    check_both_runs(tiny_model, prompts[2], tight.answer(names[2]), passes_of(trace, names[2]), before[0])
 
 
-def check_both_runs(model: Path, prompt: list[int], answer: Answer, passes: list[Kept], said: int) -> None:
-    """The passes before the preemption explain the tokens said before it, those after it the others."""
+def check_both_runs(model: Path, prompt: list[int], answer: Answer, passes: list[Kept], at: int) -> None:
+    """The passes before the preemption explain the output tokens before it, those after it the others."""
     again = next(n for n in range(1, len(passes)) if passes[n].num_computed <= passes[n - 1].num_computed)
     first = logprobs_with_drops(model, prompt, answer.tokens, passes[:again])
     second = logprobs_with_drops(model, prompt, answer.tokens, passes[again:])
     whole = full_logprobs(model, prompt, answer.tokens)
     assert len(answer.tokens) == 200
-    assert (first[:said] - answer.logprobs[:said]).abs().mean() <= BF16
-    assert (second[said:] - answer.logprobs[said:]).abs().mean() <= BF16
-    assert (second[said:] - whole[said:]).abs().mean() > 1
+    assert (first[:at] - answer.logprobs[:at]).abs().mean() <= BF16
+    assert (second[at:] - answer.logprobs[at:]).abs().mean() <= BF16
+    assert (second[at:] - whole[at:]).abs().mean() > 1
 
 
 def test_hits_that_fill_the_pool_leave_room_for_a_chunk(tight: Engine, tiny_model: Path) -> None:

@@ -100,7 +100,7 @@ def test_siblings_say_bit_for_bit_what_vllm_says(
 
 
 def test_siblings_that_run_beside_compressed_requests(engine: Engine, tiny_model: Path) -> None:
-    """Shared blocks are written by nobody: every log-probability is that of its own context."""
+    """Shared blocks are never written: every log-probability is that of its own context."""
     prompts = siblings()
     with engine.traced() as trace:
         names = {name: engine.add(prompt, 100) for name, prompt in prompts.items()}

@@ -219,7 +219,7 @@ def test_statistics_have_to_hold_what_the_policy_needs(tiny_model: Path, tmp_pat
 def test_without_statistics_the_model_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_model("OPTConfig", {"word_embed_proj_dim": 128}, tmp_path / "model")  # learned positions
     with loaded_by_vllm(path) as runner:
-        monkeypatch.setattr(runner, "get_model", lambda: pytest.fail("the model was asked for"))
+        monkeypatch.setattr(runner, "get_model", lambda: pytest.fail("get_model was called"))
         found = described(runner, None, "streaming_llm")
         monkeypatch.undo()
         assert found.stats is None

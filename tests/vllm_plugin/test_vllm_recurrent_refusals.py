@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from configs import ASKED, NGRAM, SCHEDULER, SMALL, make_config, make_model
+from configs import NGRAM, SCHEDULER, SETTINGS, SMALL, make_config, make_model
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.kv_cache_interface import (
@@ -108,8 +108,11 @@ def test_a_request_for_them_is_refused_too(policy: str, word: str, lfm2: Path) -
     [
         ({"speculative_config": NGRAM}, "--speculative-config for a model .* beside recurrent layers"),
         ({"kv_offloading_size": 1.0}, "--kv-offloading-size for a model .* beside recurrent layers"),
-        ({"compression": {**ASKED, "snapshots": True}}, 'recurrent layers beside "snapshots"'),
-        ({"compression": {**ASKED, "policy": "snapkv"}}, "recurrent layers beside a policy that looks at"),
+        ({"compression": {**SETTINGS, "snapshots": True}}, 'recurrent layers beside "snapshots"'),
+        (
+            {"compression": {**SETTINGS, "policy": "snapkv"}},
+            "recurrent layers beside a policy that looks at",
+        ),
     ],
 )
 def test_beside_recurrent_layers_these_are_refused(options: dict[str, Any], word: str, lfm2: Path) -> None:

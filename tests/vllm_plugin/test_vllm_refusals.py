@@ -102,7 +102,7 @@ def test_options_that_do_not_compose_are_refused_with_the_reason(
     "options",
     [{"kv_offloading_size": 1.0}, {"pipeline_parallel_size": 2}, {"kv_cache_dtype": "nvfp4"}],
 )
-def test_the_same_options_are_fine_where_nobody_asks(options: dict[str, Any], tiny_model: Path) -> None:
+def test_the_same_options_are_fine_without_compression(options: dict[str, Any], tiny_model: Path) -> None:
     assert make_config(tiny_model, None, **options).scheduler_config.scheduler_cls is None
 
 

@@ -28,11 +28,11 @@ SALTS = count()
 
 @pytest.fixture(scope="module")
 def server(tiny_model, tiny_stats, tmp_path_factory) -> Iterator[Served]:
-    asked = {"policy": "query_mixture", "budget": BUDGET, "interval": INTERVAL, "recent": 32}
+    compression = {"policy": "query_mixture", "budget": BUDGET, "interval": INTERVAL, "recent": 32}
     limits = ("--block-size", "32", "--num-gpu-blocks-override", str(BLOCKS + 1), "--max-model-len", "1536")
     limits += ("--max-num-batched-tokens", "256", "--max-num-seqs", "8")
     folder = tmp_path_factory.mktemp("server")
-    with serving(tiny_model, folder, {**asked, "stats": str(tiny_stats)}, *limits) as served:
+    with serving(tiny_model, folder, {**compression, "stats": str(tiny_stats)}, *limits) as served:
         yield served
 
 
@@ -120,16 +120,16 @@ def test_a_streamed_answer_is_the_whole_one(client):
 
 
 def test_chat_streams_too(client):
-    asked: dict[str, Any] = {
+    body: dict[str, Any] = {
         "model": "tiny",
         "messages": [{"role": "user", "content": "the same word " * 30}],
         "max_completion_tokens": 120,
         "temperature": 0,
     }
-    whole = client.chat.completions.create(**asked, extra_body=fields() | {"ignore_eos": True})
+    whole = client.chat.completions.create(**body, extra_body=fields() | {"ignore_eos": True})
     assert figures(whole)["blocks_freed"] > 0
     chunks = client.chat.completions.create(
-        **asked,
+        **body,
         stream=True,
         stream_options={"include_usage": True},
         extra_body=fields() | {"ignore_eos": True},
@@ -141,7 +141,7 @@ def test_chat_streams_too(client):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ("nonsense", "no JSON"),
         ('{"policy": "snapkv"}', "snapkv"),
@@ -153,8 +153,8 @@ def test_chat_streams_too(client):
         (7, "7"),
     ],
 )
-def test_nonsense_is_a_400_of_that_request_alone(server, client, settings, said):
-    with pytest.raises(openai.BadRequestError, match=said) as caught:
+def test_nonsense_is_a_400_of_that_request_alone(server, client, settings, message):
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
         complete(client, settings)
     assert "Traceback" not in caught.value.message
     assert server.process.poll() is None
@@ -175,17 +175,17 @@ def test_a_dropped_text_is_cleared(client):
     before = [{"role": "user", "content": "a " * 40}, {"role": "assistant", "content": "b"}]
     last = {"role": "user", "content": "c"}
 
-    def ask(first):
-        asked = {"model": client.models.list().data[0].id, "max_tokens": 8, "temperature": 0}
-        return client.chat.completions.create(messages=[first, before[1], last], **asked)
+    def answer_to(first):
+        params = {"model": client.models.list().data[0].id, "max_tokens": 8, "temperature": 0}
+        return client.chat.completions.create(messages=[first, before[1], last], **params)
 
     dropped, cleared, whole = map(
-        ask, ({**before[0], "kv_drop": "exact"}, {**before[0], "content": "[cleared]"}, before[0])
+        answer_to, ({**before[0], "kv_drop": "exact"}, {**before[0], "content": "[cleared]"}, before[0])
     )
     assert dropped.usage.prompt_tokens == cleared.usage.prompt_tokens < whole.usage.prompt_tokens
     assert dropped.choices[0].message.content == cleared.choices[0].message.content
     with pytest.raises(openai.BadRequestError, match="kv_drop is 'lossy', but inside vLLM"):
-        ask({**before[0], "kv_drop": "lossy"})
+        answer_to({**before[0], "kv_drop": "lossy"})
 
 
 def test_vllms_own_metrics_are_there(server, client):

@@ -47,7 +47,7 @@ def emptied(engine: Engine) -> Engine:
 
 
 class TestLargeBudget:
-    """An engine whose own budget is never reached: what happens is what a request asked for."""
+    """An engine whose own budget is never reached: requests are compressed by their own settings."""
 
     @pytest.fixture(scope="class")
     def started(self, tiny_model: Path, plain: Answer) -> Iterator[Engine]:
@@ -132,14 +132,14 @@ class TestLargeBudget:
         ids = engine.llm.get_tokenizer().encode(text, add_special_tokens=False)
         assert len(ids) == len(text)  # a letter is a token
 
-        def told(**settings: Any) -> Answer:
+        def answer_with(**settings: Any) -> Answer:
             [answer] = emptied(engine).generate([ids], NEW, settings={"budget": 256, **settings})
             return answer
 
         kept = engine.chat(messages, NEW, settings={"budget": 256})
-        assert same(kept, told(sinks=-(-len(system) // 32) * 32))
+        assert same(kept, answer_with(sinks=-(-len(system) // 32) * 32))
         lost = emptied(engine).chat(messages, NEW, settings={"budget": 256, "protect_system": False})
-        assert same(lost, told())
+        assert same(lost, answer_with())
         assert not same(kept, lost)
 
     def test_the_counters_on_the_metrics_page_are_the_sums_of_the_figures(self, engine: Engine) -> None:
@@ -160,7 +160,7 @@ class TestLargeBudget:
 
 
 class TestOptIn:
-    """An engine that compresses only requests that ask."""
+    """An engine that compresses only requests with "kv_compression"."""
 
     @pytest.fixture(scope="class")
     def started(self, tiny_model: Path, plain: Answer) -> Iterator[Engine]:
@@ -172,15 +172,15 @@ class TestOptIn:
     def engine(self, started: Engine) -> Engine:
         return emptied(started)
 
-    def test_who_does_not_ask_is_left_alone(self, engine: Engine, plain: Answer) -> None:
+    def test_other_requests_are_left_alone(self, engine: Engine, plain: Answer) -> None:
         answer = one(engine)
         assert same(answer, plain)
         assert answer.figures == {}
 
-    def test_who_asks_gets_the_engines_settings(self, engine: Engine) -> None:
-        asked = one(engine, "on")
-        assert asked.figures["compactions"] > 1
+    def test_on_means_the_engines_settings(self, engine: Engine) -> None:
+        usual = one(engine, "on")
+        assert usual.figures["compactions"] > 1
         engine = emptied(engine)
-        assert same(one(engine, {}), asked)
+        assert same(one(engine, {}), usual)
         engine = emptied(engine)
-        assert same(one(engine, {"budget": 160}), asked)
+        assert same(one(engine, {"budget": 160}), usual)

@@ -62,6 +62,6 @@ def test_auto_is_the_best_that_runs_here(tiny_model: Path, tiny_stats: Path, tmp
     trial = Trial(documents=1, tokens=320, full=full, outcomes=outcomes)
     QueryStats.load(tiny_stats).with_trial(trial).save(path := tmp_path / "stats.safetensors")
     for eager, policy in ((True, "shares(kvzap)"), (False, "shares(surrogate)")):
-        asked = {"policy": "auto", "budget": 256, "stats": str(path)}
-        config = make_config(tiny_model, asked, enforce_eager=eager)
+        compression = {"policy": "auto", "budget": 256, "stats": str(path)}
+        config = make_config(tiny_model, compression, enforce_eager=eager)
         assert config.additional_config["kv_compression"]["policy"] == policy

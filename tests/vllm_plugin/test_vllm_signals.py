@@ -1,6 +1,6 @@
 """Policies that look at recent queries or at hidden states, inside vLLM: every pass keeps what our own
-engine's compressor chooses of transformers' queries, keys, values and hidden states, and what is said is what
-transformers says with the others dropped. In fp32."""
+engine's compressor chooses of transformers' queries, keys, values and hidden states, and log-probabilities
+are those of transformers with the others dropped. In fp32."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_what_is_hit_has_its_scores(world: World) -> None:
 
 
 def test_preempted_requests_gather_the_same_again(world: World) -> None:
-    """Somebody takes every free block until the last of two compressed requests is preempted."""
+    """The test takes every free block until the last of two compressed requests is preempted."""
     engine, policy = world.engine, next(iter(POLICIES[world.policy]))
     taken: list[Any] = []
     passed: list[int] = []

@@ -23,10 +23,10 @@ def test_two_workers(tmp_path: Path) -> None:
     model, path = make_tiny_model(tmp_path / "model", heads=8, kv_heads=4), tmp_path / "stats.safetensors"
     loaded = load_model(model, dtype="float32", device="cpu")
     calibrate(loaded, random_prompts([512] * 2, seed=77), kvzap="mlp").save(path)
-    asked = {"policy": "kvzap", "stats": str(path), **SETTINGS}
+    compression = {"policy": "kvzap", "stats": str(path), **SETTINGS}
     engine = Engine(
         model,
-        compression=asked,
+        compression=compression,
         dtype="float32",
         tensor_parallel_size=2,
         distributed_executor_backend="mp",
@@ -40,6 +40,6 @@ def test_two_workers(tmp_path: Path) -> None:
     passes = passes_of(trace, answer.request_id)
     assert len(passes) >= 3
     text = watched(model, [*prompt, *answer.tokens], passes)
-    compressor = Compressor(CompressionConfig(**{**asked, "stats": path}), loaded.facts)
+    compressor = Compressor(CompressionConfig(**{**compression, "stats": path}), loaded.facts)
     check_choices(text, compressor, 32, passes, least=0.98)  # scores are fp16
     check_logprobs(model, prompt, answer.tokens, answer.logprobs, passes)

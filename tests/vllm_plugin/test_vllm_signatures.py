@@ -46,7 +46,7 @@ def test_every_difference_is_named_at_once(tiny_model: Path, monkeypatch: pytest
     signatures.check_front()
 
 
-def test_a_changed_front_end_stops_the_configuration_only_if_asked(
+def test_a_changed_front_end_stops_the_configuration_only_with_compression(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = start_check.PER_BLOCK
@@ -126,7 +126,7 @@ def test_the_attention_backend_in_use_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize("version", ["0.31.4", "0.34.0", "1.0.0"])
-def test_an_unknown_version_is_refused_only_if_asked(
+def test_an_unknown_version_is_refused_only_with_compression(
     version: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm, "__version__", version)

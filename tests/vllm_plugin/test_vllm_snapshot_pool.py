@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from configs import ASKED, make_config
+from configs import SETTINGS, make_config
 from simulation import World, make_scheduler
 from test_vllm_scheduler import RUNNERS, SMALL, UNEVEN, model, tokens
 
@@ -106,4 +106,4 @@ def test_beside_snapshots_these_are_refused(options: dict[str, Any], word: str, 
     with pytest.raises(
         InvalidArgumentError, match=f'{word} beside "snapshots": .*; remove it or "snapshots"'
     ):
-        make_config(tiny_model, {**ASKED, "snapshots": True}, **options)
+        make_config(tiny_model, {**SETTINGS, "snapshots": True}, **options)

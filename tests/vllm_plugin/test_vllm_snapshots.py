@@ -27,7 +27,7 @@ def engine(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Engine]
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(engine: Engine) -> Iterator[None]:
-    """Every block comes back, and nobody hits what another test left."""
+    """Every block comes back, and no test hits what another one left."""
     yield
     assert engine.used_blocks() == 0
     assert not engine.scheduler.reclaim.records
@@ -103,7 +103,7 @@ def test_who_needs_blocks_gets_them(engine: Engine, tiny_model: Path) -> None:
 
 
 def test_after_an_abort(engine: Engine, tiny_model: Path) -> None:
-    """What an aborted request had kept is there for who asks again, and its blocks are free."""
+    """What an aborted request had kept is there for the same prompt, and its blocks are free."""
     [prompt] = random_prompts([500], seed=5)
     with engine.traced() as trace:
         name = engine.add(prompt, 200)
@@ -120,7 +120,7 @@ def test_after_an_abort(engine: Engine, tiny_model: Path) -> None:
 
 
 def test_preempted_requests_go_on_where_they_were(engine: Engine, tiny_model: Path) -> None:
-    """Somebody takes every free block until the last request is preempted, and gives them back."""
+    """The test takes every free block until the last request is preempted, and gives them back."""
     pool, scheduler = engine.pool, engine.scheduler
     prompts = random_prompts([300, 280], seed=6)
     with engine.traced() as trace:

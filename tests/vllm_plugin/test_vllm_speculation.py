@@ -1,5 +1,5 @@
 """Speculative decoding beside compression: passes fall where they fall without drafts, keep the same tokens,
-and requests say the same, also after preemption, over a prefix hit, with unequal heads, and scheduled
+and answers are the same, also after preemption, over a prefix hit, with unequal heads, and scheduled
 asynchronously. The own layers of a draft model, an EAGLE head or an MTP layer are compressed alike."""
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ PROMPTS = random_prompts((150, 190, 70, 100), seed=11)
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """What the requests came to, and what drafts came to meanwhile.
+class Served:
+    """Answers and passes of the requests, and how many draft tokens were verified and accepted.
 
     steady: drafts rejected of each request, but in steps with a pass of it: these were drafted before it
     """
@@ -43,7 +43,7 @@ class Said:
     steady: list[int]
 
 
-def run(engine: Engine, prompts: Sequence[list[int]], wanted: Sequence[Any]) -> Said:
+def run(engine: Engine, prompts: Sequence[list[int]], wanted: Sequence[Any]) -> Served:
     counts, rejected = [0, 0], Counter[str]()
     inner, ledger = engine.scheduler.make_spec_decoding_stats, engine.scheduler.reclaim
     sent, message = set[str](), ledger.message
@@ -58,21 +58,21 @@ def run(engine: Engine, prompts: Sequence[list[int]], wanted: Sequence[Any]) -> 
         return inner(stats, num_draft_tokens, num_accepted_tokens, request_id=request_id, **more)
 
     def send(passes: Any) -> Any:
-        found = message(passes)
+        outgoing = message(passes)
         sent.clear()
-        sent.update(done.seq_id for done in (found.passes if found else ()))
-        return found
+        sent.update(done.seq_id for done in (outgoing.passes if outgoing else ()))
+        return outgoing
 
     engine.scheduler.make_spec_decoding_stats, ledger.message = count, send
     with engine.traced() as trace:
         names = [
-            engine.add(prompt, OUTPUT, settings=asked) for prompt, asked in zip(prompts, wanted, strict=True)
+            engine.add(prompt, OUTPUT, settings=extra) for prompt, extra in zip(prompts, wanted, strict=True)
         ]
         engine.run()
     del engine.scheduler.make_spec_decoding_stats, ledger.message
     answers = [engine.answer(name) for name in names]
     passes = [passes_of(trace, name) for name in names]
-    return Said(answers, passes, *counts, [rejected[name] for name in names])
+    return Served(answers, passes, *counts, [rejected[name] for name in names])
 
 
 def serve(model: Path, speculative: dict[str, Any] | None = None, asynchronous: bool = False) -> Engine:
@@ -81,7 +81,7 @@ def serve(model: Path, speculative: dict[str, Any] | None = None, asynchronous: 
     return Engine(model, compression=compression, dtype="float32", asynchronous=asynchronous, **more)
 
 
-def check_equal(ours: Said, plain: Said) -> None:
+def check_equal(ours: Served, plain: Served) -> None:
     for answer, other, passes, others in zip(
         ours.answers, plain.answers, ours.passes, plain.passes, strict=True
     ):
@@ -93,8 +93,8 @@ def check_equal(ours: Said, plain: Said) -> None:
 
 
 def preempted(engine: Engine) -> tuple[tuple[int, list[Kept], list[Kept]], Answer]:
-    """The first request, preempted after some passes. Returns: (tokens said before, passes before, passes
-    afterwards), and its answer."""
+    """The first request, preempted after some passes. Returns: (output tokens before, passes before,
+    passes afterwards), and its answer."""
     with engine.traced() as traces:
         name = engine.add(PROMPTS[0], OUTPUT)
         while len(engine.runner.reclaim.trace.passes) < 3:
@@ -115,33 +115,33 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Heads:
 
 
 @pytest.fixture(scope="module")
-def plain() -> Callable[[Path], list[Said]]:
-    """What a model says without drafts: once, and once more over the prefix cache."""
+def plain() -> Callable[[Path], list[Served]]:
+    """Serves the requests without drafts: once, and once more over the prefix cache."""
 
     @cache
-    def said(model: Path) -> list[Said]:
+    def served(model: Path) -> list[Served]:
         engine = serve(model)
-        found = [run(engine, PROMPTS, WANTED) for _ in range(2)]
+        runs = [run(engine, PROMPTS, WANTED) for _ in range(2)]
         engine.close()
-        return found
+        return runs
 
-    return said
+    return served
 
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """What a model says with drafts, what it says without, and a request that is preempted."""
+    """Two runs of the requests with drafts, the same without, and a request that is preempted."""
 
     way: str
     target: Path
-    said: list[Said]
-    plain: list[Said]
+    runs: list[Served]
+    plain: list[Served]
     preempted: Any
 
 
 @pytest.fixture(scope="module", params=WAYS)
 def drafted(
-    request: pytest.FixtureRequest, tiny_model: Path, heads: Heads, plain: Callable[[Path], list[Said]]
+    request: pytest.FixtureRequest, tiny_model: Path, heads: Heads, plain: Callable[[Path], list[Served]]
 ) -> Drafted:
     """The draft model is the target itself, or one whose heads have another shape and guess nothing right."""
     way = request.param
@@ -158,15 +158,15 @@ def drafted(
     speculative = NGRAM if way == "ngram" else drafter | {"model": str(model[way])}
     engine = serve(heads.mtp if way == "mtp" else target, speculative, way in ASYNCHRONOUS)
     assert engine.core.batch_queue_size == 1 + (way in ASYNCHRONOUS)
-    said = [run(engine, PROMPTS, WANTED) for _ in range(2)]
-    found = Drafted(way, target, said, without, preempted(engine))
+    runs = [run(engine, PROMPTS, WANTED) for _ in range(2)]
+    found = Drafted(way, target, runs, without, preempted(engine))
     assert engine.is_empty()
     engine.close()
     return found
 
 
 def test_passes_and_answers_are_those_without_drafts(drafted: Drafted) -> None:
-    ours, theirs = drafted.said[0], drafted.plain[0]
+    ours, theirs = drafted.runs[0], drafted.plain[0]
     assert all(len(passes) >= 3 for passes in theirs.passes[:3])
     assert ours.accepted < ours.verified, "drafts are rejected"
     assert drafted.way == "small" or ours.accepted > 0, "and accepted"
@@ -175,12 +175,12 @@ def test_passes_and_answers_are_those_without_drafts(drafted: Drafted) -> None:
 
 
 def test_over_a_prefix_hit(drafted: Drafted) -> None:
-    assert any(answer.cached_tokens for answer in drafted.said[1].answers)
-    check_equal(drafted.said[1], drafted.plain[1])
+    assert any(answer.cached_tokens for answer in drafted.runs[1].answers)
+    check_equal(drafted.runs[1], drafted.plain[1])
 
 
 def test_after_preemption(drafted: Drafted) -> None:
-    """Passes fall elsewhere then; what is said is what the tokens kept say, before and after."""
+    """Passes fall elsewhere then; log-probabilities are those over the tokens kept, before and after."""
     (before, passes, again), answer = drafted.preempted
     assert len(again) >= 2
     wanted = [
@@ -193,8 +193,8 @@ def test_after_preemption(drafted: Drafted) -> None:
 @pytest.mark.parametrize("drafted", [way for way in WAYS if way == "itself"], indirect=True)
 def test_a_drafter_that_is_the_target_says_what_the_target_says(drafted: Drafted) -> None:
     """Under a policy that both can follow its layers hold the same tokens, in the same slots."""
-    for said in drafted.said:
-        unequal, *others = said.steady
+    for served in drafted.runs:
+        unequal, *others = served.steady
         assert others == [0, 0, 0]
         assert unequal > 0, "the drafter keeps other tokens where heads are unequal, so this can fail"
 
@@ -202,6 +202,6 @@ def test_a_drafter_that_is_the_target_says_what_the_target_says(drafted: Drafted
 @pytest.mark.parametrize("drafted", [way for way in WAYS if way in ("eagle", "mtp")], indirect=True)
 def test_a_drafter_that_sees_what_the_target_sees_drafts_mostly_right(drafted: Drafted) -> None:
     """Under equal heads, for the same reason."""
-    for said in drafted.said:
-        unequal, *others = said.steady
+    for served in drafted.runs:
+        unequal, *others = served.steady
         assert max(others) < OUTPUT / 2 < unequal

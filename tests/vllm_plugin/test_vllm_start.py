@@ -1,4 +1,4 @@
-"""How vLLM starts with the plugin: untouched unless asked. Configurations only, no engine."""
+"""How vLLM starts with the plugin: untouched without "kv_compression". Configurations only, no engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import start_check
 import torch
 import vllm
-from configs import ASKED, SCHEDULER, make_config
+from configs import SCHEDULER, SETTINGS, make_config
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
@@ -36,7 +36,7 @@ def _no_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVRECLAIM_HOME", str(tmp_path / "home"))  # without statistics
 
 
-# Asked for.
+# With compression.
 
 
 def test_the_configuration_names_our_scheduler_and_worker_and_one_line_says_so(
@@ -56,41 +56,41 @@ def test_the_configuration_names_our_scheduler_and_worker_and_one_line_says_so(
 def test_without_statistics_the_model_is_handed_to_calibration_as_vllm_will_load_it(
     tiny_model: Path, tiny_stats: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[ModelToLoad, bool]] = []
+    calls: list[tuple[ModelToLoad, bool]] = []
 
     def find(model: ModelToLoad, calibrate: bool) -> str:
-        asked.append((model, calibrate))
+        calls.append((model, calibrate))
         return str(tiny_stats)
 
     monkeypatch.setattr(model_statistics, "find_statistics", find)
     config = make_config(tiny_model, {"policy": "query_mixture", "budget": 256})
     assert config.additional_config["kv_compression"]["stats"] == str(tiny_stats)
-    told = {"dtype": "bfloat16", "device": "cpu", "hf_overrides": "{}"}
-    assert asked == [(ModelToLoad(tiny_model, told), True)]
+    arguments = {"dtype": "bfloat16", "device": "cpu", "hf_overrides": "{}"}
+    assert calls == [(ModelToLoad(tiny_model, arguments), True)]
 
 
 def test_the_variable_asks_as_well_and_travels_in_the_configuration(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KVRECLAIM_VLLM", json.dumps(ASKED))
+    monkeypatch.setenv("KVRECLAIM_VLLM", json.dumps(SETTINGS))
     config = make_config(tiny_model, None)
     assert config.scheduler_config.scheduler_cls == SCHEDULER
     assert config.additional_config["kv_compression"]["budget"] == 256
-    assert config.additional_config == make_config(tiny_model, ASKED).additional_config
+    assert config.additional_config == make_config(tiny_model, SETTINGS).additional_config
 
 
 @pytest.mark.parametrize(
     ("variable", "compression", "word"),
     [
         ("", None, "no JSON"),
-        ('{"policy": "streaming_llm", "budget": 512}', ASKED, "different things"),
+        ('{"policy": "streaming_llm", "budget": 512}', SETTINGS, "different things"),
         (None, {"policy": "streaming_llm", "budgets": 256}, "no field 'budgets'"),
         (None, {"policy": "h2o", "budget": 256}, "which vLLM does not keep"),
         (None, {"policy": "query_mixture", "calibrate": False}, "needs query statistics"),
         (None, "streaming_llm", "must be an object"),
     ],
 )
-def test_what_is_asked_for_wrongly_is_refused(
+def test_wrong_settings_are_refused(
     variable: str | None,
     compression: object,
     word: str,
@@ -121,7 +121,7 @@ def test_a_gpu_worker_becomes_our_gpu_worker(tiny_model: Path) -> None:
     assert config.parallel_config.worker_cls == f"{ENTRY}.gpu_worker.ReclaimWorker"
 
 
-# Not asked for.
+# Without compression.
 
 INERT = """
 import importlib, inspect, json, sys
@@ -194,20 +194,20 @@ def start(model: Path, plugins: str | None, **more: Any) -> dict[str, Any]:
     return result
 
 
-def test_unasked_two_functions_are_wrapped_and_nothing_else_changes(tiny_model: Path) -> None:
-    unasked = start(tiny_model, None)
-    untold = start(tiny_model, "", additional_config={"kv_compression": ASKED})  # vLLM's way to leave us out
+def test_without_compression_two_functions_are_wrapped_and_nothing_else_changes(tiny_model: Path) -> None:
+    installed = start(tiny_model, None)
+    bare = start(tiny_model, "", additional_config={"kv_compression": SETTINGS})  # VLLM_PLUGINS is empty
     # vLLM itself replaces some attributes while it makes a configuration: what is ours is the rest.
-    assert set(unasked["changed"]) - set(untold["changed"]) == WRAPPED
-    assert not WRAPPED & set(untold["changed"])
-    assert unasked["new_workers"] == []
-    assert unasked["additional"] == {}
-    for result in (unasked, untold):
+    assert set(installed["changed"]) - set(bare["changed"]) == WRAPPED
+    assert not WRAPPED & set(bare["changed"])
+    assert installed["new_workers"] == []
+    assert installed["additional"] == {}
+    for result in (installed, bare):
         assert result["scheduler"] is None
         assert result["worker"] == "vllm.v1.worker.cpu_worker.CPUWorker"
     heavy = {"kvreclaim.compression", "kvreclaim.model", "kvreclaim.engine", "kvreclaim.ops"}
-    assert not heavy & set(unasked["ours"])
-    assert untold["ours"] == []
+    assert not heavy & set(installed["ours"])
+    assert bare["ours"] == []
 
 
 # The pool's start check.
@@ -226,7 +226,7 @@ def test_the_start_check_asks_for_budget_interval_and_one_chunk(tiny_model: Path
     long = {"max_model_len": 8192, "max_num_batched_tokens": 512}
     assert needed_blocks(make_config(tiny_model, None, **long)) == 256
     assert needed_blocks(make_config(tiny_model, **long)) == -(-(256 + 64 - 1 + 512) // 32)
-    tight = {**ASKED, "interval": 1}  # passes come a block apart at least
+    tight = {**SETTINGS, "interval": 1}  # passes come a block apart at least
     assert needed_blocks(make_config(tiny_model, tight, **long)) == -(-(256 + 32 - 1 + 512) // 32)
     short = {"max_model_len": 512, "max_num_batched_tokens": 512}
     assert needed_blocks(make_config(tiny_model, **short)) == 16
@@ -296,7 +296,7 @@ def test_a_streaming_session_cannot_be_compressed(tiny_model: Path) -> None:
 
 @pytest.mark.parametrize("extra", [None, "off"])
 def test_a_streaming_session_must_fit_the_pool_at_its_longest(extra: object, tiny_model: Path) -> None:
-    """Nobody knows how much input is still to come."""
+    """The input still to come is of unknown length."""
     config = make_config(tiny_model, max_model_len=1024)
     config.cache_config.block_size = 32
     config.cache_config.num_gpu_blocks = 33

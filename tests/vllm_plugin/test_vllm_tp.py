@@ -94,7 +94,7 @@ def halves(model: Path, stats: Path, alone: Any) -> Iterator[Engine]:
 @pytest.mark.parametrize("policy", [None, "triattention"])
 def test_two_workers_keep_what_one_keeps(policy: str | None, halves: Engine, alone: Any, model: Path) -> None:
     """In float32, of prompts: sums over ranks in another order may swap two tokens that rank alike, or change
-    one that is said."""
+    an output token."""
     found = generate(halves, policy and {"policy": policy})
     for prompt, (_, passes), (_, others) in zip(PROMPTS, found, alone[policy], strict=True):
         assert [kept.num_computed for kept in passes] == [kept.num_computed for kept in others]

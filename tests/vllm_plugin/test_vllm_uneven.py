@@ -1,5 +1,5 @@
-"""Heads that keep unequal numbers of tokens inside vLLM: what is said is what transformers says with exactly
-the same tokens dropped, and whole blocks come back."""
+"""Heads that keep unequal numbers of tokens inside vLLM: log-probabilities are those of
+transformers with exactly the same tokens dropped, and whole blocks come back."""
 
 from __future__ import annotations
 

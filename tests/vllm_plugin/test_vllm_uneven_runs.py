@@ -41,14 +41,14 @@ def test_compiled(tiny_model: Path, tiny_stats: Path, tmp_path: Path, monkeypatc
 
 
 def test_equal_heads_where_the_proof_fails(tiny_model: Path, tiny_stats: Path, monkeypatch: Any) -> None:
-    """Said at start; by the same ranking, in as many blocks."""
-    said: list[str] = []
-    monkeypatch.setattr(worker_hooks.logger, "warning", lambda text, *of: said.append(text % of))
+    """A line at start says so; by the same ranking, in as many blocks."""
+    lines: list[str] = []
+    monkeypatch.setattr(worker_hooks.logger, "warning", lambda text, *of: lines.append(text % of))
     monkeypatch.setattr(self_test, "TOLERANCE", -1.0)
     engine = Engine(tiny_model, compression=compression(tiny_stats))
     try:
         assert engine.runner.reclaim.uneven is None
-        [line] = said
+        [line] = lines
         assert "heads keep equally many tokens here" in line
         assert "(CPU_ATTN" in line
         [prompt] = random_prompts([600], seed=6)

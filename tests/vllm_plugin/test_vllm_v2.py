@@ -70,8 +70,8 @@ def served(engine: Engine) -> Served:
     spy = Spy(engine)
     with engine.traced() as traces:
         names = [
-            engine.add(prompt, length, settings=asked)
-            for prompt, length, asked in zip(prompts, lengths, settings, strict=True)
+            engine.add(prompt, length, settings=extra)
+            for prompt, length, extra in zip(prompts, lengths, settings, strict=True)
         ]
         engine.run()
     del engine.runner.sample_tokens

@@ -133,14 +133,14 @@ def windowed_logprobs(
 
 
 def check_windowed(
-    model: Path, prompt: Sequence[int], answer: Answer, passes: Sequence[Kept], said: slice = slice(None)
+    model: Path, prompt: Sequence[int], answer: Answer, passes: Sequence[Kept], part: slice = slice(None)
 ) -> None:
-    """Assert that these of the answer's log-probabilities are those with the passes' tokens dropped in the
-    layers with full attention alone, and that dropping them matters."""
+    """Assert that this part of the answer's log-probabilities is that with the passes' tokens dropped in
+    the layers with full attention alone, and that dropping them matters."""
     dropped = windowed_logprobs(model, prompt, answer.tokens, passes)
-    error = float((dropped - answer.logprobs)[said].abs().mean())
+    error = float((dropped - answer.logprobs)[part].abs().mean())
     assert error <= FP32, f"log-probabilities differ by {error:.5f} on average"
     if passes:
         whole = windowed_logprobs(model, prompt, answer.tokens, ())
-        effect = float((dropped - whole)[said].abs().mean())
+        effect = float((dropped - whole)[part].abs().mean())
         assert effect > 20 * FP32, f"{len(passes)} passes change log-probabilities by {effect:.3f} only"
