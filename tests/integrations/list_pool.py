@@ -14,7 +14,7 @@ from kvreclaim.memory import CompactionPlan, Shrunk, TableState
 
 @dataclass
 class FakeRequest:
-    """As the ledger sees one. slots: of each live slot, whether it holds a prompt token; said: tokens drawn
+    """As the ledger sees one. slots: of each live slot, whether it holds a prompt token; drawn: output tokens
     before a preemption, which are computed again."""
 
     request_id: str
@@ -25,11 +25,11 @@ class FakeRequest:
     num_output_placeholders: int = 0
     spec_token_ids: list[int] = field(default_factory=list)
     slots: list[bool] = field(default_factory=list)
-    said: int = 0
+    drawn: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return max(self.num_prompt_tokens + self.said, self.num_computed_tokens)
+        return max(self.num_prompt_tokens + self.drawn, self.num_computed_tokens)
 
     @property
     def sampling_params(self) -> Any:

@@ -1,4 +1,4 @@
-"""The worker's half of a pass: what is chosen, moved and told, and in which order."""
+"""The worker's half of a pass: what is chosen, moved and reported, and in which order."""
 
 from __future__ import annotations
 
@@ -107,19 +107,19 @@ def test_a_step_keeps_what_the_policy_chooses(make: str) -> None:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_the_policy_is_told_what_the_scheduler_knows(monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
+def test_the_policy_gets_what_the_scheduler_knows(monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
     applier, _ = make_applier(CacheViews(make_layers("plain"), B))
-    told: list[Any] = []
+    seen: list[Any] = []
 
     class Recorder(Compressor):
         def choose_all(self, questions: Sequence[PassQuestion], **more: Any) -> list[Tensor]:
-            told.extend((q.num_tokens, q.num_prompt_slots, q.logical_len, q.first, q.keep) for q in questions)
+            seen.extend((q.num_tokens, q.num_prompt_slots, q.logical_len, q.first, q.keep) for q in questions)
             return super().choose_all(questions, **more)
 
     recorder = Recorder(SETTINGS, make_facts())
     monkeypatch.setattr(applier, "compressor", lambda settings: recorder)
     applier.begin(output(make_pass("a", (1, 2, 3), (1, 2), 24, prompt_slots=7, logical_len=56, first=first)))
-    assert told == [(24, 7, 56, first, 16)]
+    assert seen == [(24, 7, 56, first, 16)]
 
 
 def test_requests_are_forgotten_before_passes() -> None:
@@ -167,7 +167,7 @@ def test_a_trace_follows_positions_through_passes() -> None:
     assert not trace.positions.known
 
 
-def test_a_nan_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_nan_stops_no_request(caplog: pytest.LogCaptureFixture) -> None:
     layers = make_layers("plain")
     applier, rows = make_applier(CacheViews(layers, B))
     Book.write(layers, (1, 2, 3), 24)

@@ -86,7 +86,7 @@ def test_fp8_is_moved_as_bytes_and_read_with_its_scale() -> None:
     assert torch.equal(views.read(0, views.block_ids((4,)), 3, 0), want.transpose(0, 1)[:, kept[0, 0]])
 
 
-def test_an_order_that_nobody_knows_is_refused() -> None:
+def test_an_unknown_order_is_refused() -> None:
     def scrambling(keys: Tensor, values: Tensor, slots: Tensor) -> None:
         plain_writer(layer.cache)(keys.flip(1), values, slots)  # the heads in each other's place
 

@@ -22,7 +22,7 @@ from kvreclaim.integrations.vllm.settings.speculation import Drafts
 
 
 def room(ledger: Ledger, newcomer: FakeRequest, running: Sequence[FakeRequest]) -> int | None:
-    """In a step of its own, in which nobody is due."""
+    """In a step of its own, in which no request is due."""
     assert ledger.compress(running) == []
     return ledger.room(newcomer, running)
 
@@ -89,7 +89,7 @@ def test_room_keeps_the_peak_of_a_preempted_request_that_is_computed_again() -> 
     """It is past its prompt, and still takes whole chunks."""
     ledger = make_ledger()
     back = computed(ledger, "back", 100, 320)
-    back.said = 700
+    back.drawn = 700
     assert room(ledger, FakeRequest("new", 800), [back]) == 25 - 10
 
 
@@ -212,8 +212,8 @@ def test_one_line_for_each_thousand_passes_of_a_ledger(
         ledger.compress(requests)
         report.passed(request.request_id for request in requests)
     assert ledger.totals.compactions > 50
-    told = [int(re.findall(r"kvreclaim: (\d+) passes", line.getMessage())[0]) for line in lines]
-    assert told == list(range(10, ledger.totals.compactions + 1, 10))
+    reported = [int(re.findall(r"kvreclaim: (\d+) passes", line.getMessage())[0]) for line in lines]
+    assert reported == list(range(10, ledger.totals.compactions + 1, 10))
     had = sum(ledger.pool.places(request.request_id) for request in requests)
     shares = [int(re.findall(r"\((\d+) %", line.getMessage())[0]) for line in lines]
     assert abs(shares[-1] - 100 * ledger.totals.blocks_freed / had) <= 5

@@ -1,4 +1,4 @@
-"""vLLM's model is calibrated before vLLM loads it, once, where nobody has named statistics."""
+"""vLLM's model is calibrated before vLLM loads it, once, where no statistics are named."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Calls of processes that load the model."""
     calls: list[Any] = []
     run = subprocess.run
@@ -46,15 +46,15 @@ def answering(monkeypatch: pytest.MonkeyPatch, stdout: str, returncode: int = 0)
     monkeypatch.setattr(model_statistics.subprocess, "run", lambda *_, **__: done)
 
 
-def test_two_starts_at_once_calibrate_once_and_later_ones_read_the_note(home, asked, tiny_dir) -> None:
+def test_two_starts_at_once_calibrate_once_and_later_ones_read_the_note(home, calls, tiny_dir) -> None:
     model = ModelToLoad(tiny_dir("llama"), ARGUMENTS)
     assert find_statistics(model, calibrate=False) is None
-    assert not asked
+    assert not calls
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda _: find_statistics(model, calibrate=True), range(2))
-    assert len(asked) == 1
+    assert len(calls) == 1
     assert first == second == find_statistics(model, calibrate=False)
-    assert len(asked) == 1
+    assert len(calls) == 1
     assert first is not None
     ours = LLM(model.path, dtype="float32", device="cpu", num_blocks=8)
     assert str(ours.stats_file) == first
@@ -63,7 +63,7 @@ def test_two_starts_at_once_calibrate_once_and_later_ones_read_the_note(home, as
     (note,) = (each for each in (home / "vllm").iterdir() if each.suffix != ".lock")
     note.unlink()  # as after `kvreclaim calibrate`, which writes none
     assert find_statistics(model, calibrate=False) == first
-    assert len(asked) == 2
+    assert len(calls) == 2
     assert Options.read({"budget": 512}, "here", lambda make: find_statistics(model, make)).stats == first
 
 
@@ -77,11 +77,11 @@ def test_files_that_changed_are_looked_into_again(home, tmp_path) -> None:
     assert model.state != before
 
 
-def test_a_file_beside_the_weights_comes_first(home, asked, tmp_path) -> None:
+def test_a_file_beside_the_weights_comes_first(home, calls, tmp_path) -> None:
     beside = tmp_path / "kvreclaim_stats.safetensors"
     beside.touch()
     assert find_statistics(ModelToLoad(tmp_path, ARGUMENTS), calibrate=True) == str(beside)
-    assert not asked
+    assert not calls
 
 
 def test_under_hf_overrides_our_loader_decides_on_the_file_beside_the_weights(
@@ -112,7 +112,7 @@ def test_why_there_are_none(home, monkeypatch, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("overrides", [{"rope_theta": 5.0}, lambda config: config])
-def test_the_model_as_vllm_was_told(overrides, tmp_path) -> None:
+def test_the_model_is_that_of_vllms_configuration(overrides, tmp_path) -> None:
     config = SimpleNamespace(
         model_config=SimpleNamespace(model=str(tmp_path), dtype="torch.bfloat16", hf_overrides=overrides),
         parallel_config=SimpleNamespace(nnodes=1, distributed_executor_backend="ray"),
@@ -123,8 +123,8 @@ def test_the_model_as_vllm_was_told(overrides, tmp_path) -> None:
         with pytest.raises(InvalidArgumentError, match="hf_overrides that is a function"):
             ModelToLoad.of_config(config)
         return
-    told = {"dtype": "bfloat16", "device": "cpu", "hf_overrides": '{"rope_theta": 5.0}'}
-    assert ModelToLoad.of_config(config) == ModelToLoad(tmp_path, told, nodes=True)
+    arguments = {"dtype": "bfloat16", "device": "cpu", "hf_overrides": '{"rope_theta": 5.0}'}
+    assert ModelToLoad.of_config(config) == ModelToLoad(tmp_path, arguments, nodes=True)
 
 
 def test_only_a_policy_that_reads_statistics_looks_for_them() -> None:

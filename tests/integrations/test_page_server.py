@@ -1,4 +1,4 @@
-"""The page inside vLLM without vLLM: what it answers, what it refuses, and that nobody waits for it."""
+"""The page inside vLLM without vLLM: what it answers, what it refuses, and that no step waits for it."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_an_idle_pool_is_shown_without_a_step(page: PageServer, pool: ToyPool) -
 
 
 def test_while_requests_run_the_scheduler_reads(page: PageServer, pool: ToyPool) -> None:
-    """Once for each frame that the page asks for; not at all while nobody watches."""
+    """Once for each frame that the page asks for; not at all while no viewer watches."""
     pool.idle = False
     for _ in range(5):
         step(page)
@@ -134,9 +134,9 @@ def test_while_requests_run_the_scheduler_reads(page: PageServer, pool: ToyPool)
     threads: set[str] = set()
     look = pool.look
 
-    def noted(told: Any) -> Any:
+    def noted(passes: Any) -> Any:
         threads.add(threading.current_thread().name)
-        return look(told)
+        return look(passes)
 
     page.recorder._look = noted
 
@@ -164,17 +164,17 @@ def test_while_requests_run_the_scheduler_reads(page: PageServer, pool: ToyPool)
     assert threads == {"scheduler"}
 
 
-def test_compactions_are_told_before_the_frame(page: PageServer, pool: ToyPool) -> None:
+def test_compactions_are_sent_before_the_frame(page: PageServer, pool: ToyPool) -> None:
     pool.idle = False
     step(page, shrunk("before", [1, 2], [1], evicted=32))
     stop = threading.Event()
 
     def schedule() -> None:
-        told = False
+        sent = False
         while not stop.wait(0.002):
             passes = []
-            if page.recorder._watched and not told:
-                told, pool.tables = True, {"r": [7]}
+            if page.recorder._watched and not sent:
+                sent, pool.tables = True, {"r": [7]}
                 passes = [shrunk("r", [7, 8, 9], [7], evicted=64)]
             step(page, *passes)
 
@@ -199,9 +199,9 @@ def test_what_was_read_while_a_step_began_is_dropped() -> None:
     recorder.passed([shrunk("r", [1, 2], [1], evicted=32)])
     look = pool.look
 
-    def disturbed(told: Any) -> Any:
+    def disturbed(passes: Any) -> Any:
         recorder.begin_step()
-        return look(told)
+        return look(passes)
 
     recorder._look = disturbed
     assert recorder.look_idle() is None
@@ -210,7 +210,7 @@ def test_what_was_read_while_a_step_began_is_dropped() -> None:
     assert snapshot is not None
     assert [each.request_id for each in snapshot.compactions] == ["r"]  # not lost
 
-    def changed(told: Any) -> Any:
+    def changed(passes: Any) -> Any:
         raise RuntimeError("dictionary changed size during iteration")
 
     recorder._look = changed
@@ -220,7 +220,7 @@ def test_what_was_read_while_a_step_began_is_dropped() -> None:
 def test_a_mistake_of_the_page_does_not_end_the_engine(caplog: pytest.LogCaptureFixture) -> None:
     delivered: list[Any] = []
 
-    def broken(told: Any) -> Any:
+    def broken(passes: Any) -> Any:
         raise KeyError("no such thing")
 
     recorder = StepRecorder(broken, lambda: False, delivered.append)
@@ -235,7 +235,7 @@ def test_a_mistake_of_the_page_does_not_end_the_engine(caplog: pytest.LogCapture
     assert line.exc_info
 
 
-def test_a_viewer_that_does_not_read_holds_nobody_up(page: PageServer, pool: ToyPool) -> None:
+def test_a_viewer_that_does_not_read_holds_up_no_other(page: PageServer, pool: ToyPool) -> None:
     port = int(page.url.split(":")[2][:-1])
     with socket.create_connection(("127.0.0.1", port)) as silent:
         silent.sendall(b"GET /page/feed HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -256,7 +256,7 @@ def test_a_viewer_that_takes_nothing_is_let_go(page: PageServer, monkeypatch: py
             list(events)
 
 
-def test_viewers_are_told_that_the_engine_ends(pool: ToyPool) -> None:
+def test_viewers_get_the_end_of_the_engine(pool: ToyPool) -> None:
     with serving(pool) as page:
         with feed_of(page) as events:
             next(events)
@@ -291,13 +291,13 @@ def test_each_rank_has_a_port_of_its_own() -> None:
         PageAddress(65_535).of_rank(1)
 
 
-def test_nothing_of_it_is_loaded_unless_it_is_asked_for() -> None:
+def test_nothing_of_it_is_loaded_without_page_port() -> None:
     modules = "kvreclaim.integrations.vllm.live.step_observer, kvreclaim.integrations.vllm.settings.options"
     loaded = f"import sys, {modules}; print(*(name for name in sys.modules if '.live.' in name))"
-    said = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True).stdout
-    assert "live.step_observer" in said
+    output = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True).stdout
+    assert "live.step_observer" in output
     for name in ("server", "http", "feed", "recorder"):
-        assert f"live.{name}" not in said
+        assert f"live.{name}" not in output
 
 
 def test_another_address_of_this_machine(pool: ToyPool) -> None:

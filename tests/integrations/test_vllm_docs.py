@@ -73,5 +73,5 @@ def test_every_metric_is_in_the_table():
 
 
 def test_the_versions_are_the_families():
-    (said,) = re.findall(r"Supported: \*\*(.*?)\*\*", PAGE)
-    assert said == ", ".join(FAMILIES)
+    (versions,) = re.findall(r"Supported: \*\*(.*?)\*\*", PAGE)
+    assert versions == ", ".join(FAMILIES)

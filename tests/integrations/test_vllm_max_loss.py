@@ -54,8 +54,8 @@ def budget_of(options: Options, wanted: Any, num_tokens: int) -> int | None:
 @pytest.mark.parametrize("max_loss", [0.01, 0.04, 0.05])
 def test_the_budget_is_the_curves_in_whole_blocks(file, num_tokens, content, max_loss) -> None:
     """Of the engine, in another process too, and of a request, which may take its place."""
-    said = CURVE.promised("auto", max_loss, num_tokens, content)
-    expected = None if said is None else -(-said // SIZE) * SIZE
+    promised = CURVE.promised("auto", max_loss, num_tokens, content)
+    expected = None if promised is None else -(-promised // SIZE) * SIZE
     own = read(max_loss=max_loss, content=content, stats=file)
     assert own.settings.policy == "knorm"
     assert Options.read(own.as_json(), "a worker") == own

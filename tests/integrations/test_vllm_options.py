@@ -1,4 +1,4 @@
-"""What the plugin for vLLM can be asked, and what it says to what it cannot."""
+"""The options of the plugin for vLLM, and the errors of wrong ones."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def read(**fields: Any) -> Options:
 
 
 @pytest.mark.parametrize("config", [None, {}, {"other": 1}, object(), "text"])
-def test_nobody_asks(config: object) -> None:
+def test_without_options_there_is_no_compression(config: object) -> None:
     assert Options.find(config, {}) is None
 
 
@@ -277,7 +277,7 @@ def vllm_config(cache_dtype: str) -> Any:
 
 
 class TestAuto:
-    """The best of the trial that goes inside vLLM, unequal heads among them; other processes are told its
+    """The best of the trial that goes inside vLLM, unequal heads among them; other processes get its
     name."""
 
     @pytest.fixture
@@ -308,14 +308,14 @@ class TestAuto:
         def serves(policy: CompressionPolicy, *, snapshots: bool) -> None:
             require(not snapshots or not policy.needs & WATCHED, "not beside snapshots")
 
-        asked = {**PLAIN, "policy": "auto", "stats": file, "snapshots": True}
-        options, best = Options.read(asked, "the test", serves=serves), "shares(surrogate)"
+        fields = {**PLAIN, "policy": "auto", "stats": file, "snapshots": True}
+        options, best = Options.read(fields, "the test", serves=serves), "shares(surrogate)"
         assert options.settings.policy == options.as_json()["policy"] == best
         assert options.has_cells
         again = Options.read({"budget": 512, "stats": file, "snapshots": True}, "the test", serves=serves)
         assert again.settings.policy == best
-        asked = options.of_request({"kv_compression": {"policy": "auto", "budget": 300}})
-        assert (asked.policy, asked.budget) == (best, 300)
+        settings = options.of_request({"kv_compression": {"policy": "auto", "budget": 300}})
+        assert (settings.policy, settings.budget) == (best, 300)
 
     def test_without_statistics_or_trial_says_what_to_name(self, tmp_path) -> None:
         with pytest.raises(InvalidArgumentError, match=r'no statistics are named: name a file .* as "stats"'):

@@ -45,9 +45,9 @@ TEMPLATES = {
 class Renderer:
     """What chat_side uses of vLLM's renderers. as_tokens: the template's text comes as token ids"""
 
-    def __init__(self, loaded: Any, *, as_tokens: bool = False, asked: bool = True) -> None:
+    def __init__(self, loaded: Any, *, as_tokens: bool = False, compressed: bool = True) -> None:
         self.loaded, self.as_tokens = loaded, as_tokens
-        self.config = SimpleNamespace(additional_config={KEY: {}} if asked else {})
+        self.config = SimpleNamespace(additional_config={KEY: {}} if compressed else {})
         self.default_chat_tok_params = object()
         self._executor = ThreadPoolExecutor(1)
         self.seen: list[Any] = []
@@ -85,11 +85,11 @@ def params(template: str, tools: Any = None) -> Any:
     return SimpleNamespace(chat_template=template, chat_template_kwargs={"tools": tools} if tools else {})
 
 
-def counted(renderer: Renderer, conversations: list[Any], asked: Any) -> list[Any]:
+def counted(renderer: Renderer, conversations: list[Any], params: Any) -> list[Any]:
     """The rendered prompts, the same whether vLLM renders at once or as a coroutine."""
-    _, prompts = _counting(Renderer.render_chat)(renderer, conversations, asked)
+    _, prompts = _counting(Renderer.render_chat)(renderer, conversations, params)
     render = _counting_async(Renderer.render_chat_async)
-    _, again = asyncio.run(render(renderer, conversations, asked))
+    _, again = asyncio.run(render(renderer, conversations, params))
     assert again == prompts
     return prompts
 
@@ -117,13 +117,13 @@ def test_a_conversation_alone_is_rendered_once_and_not_marked(loaded):
     [prompt] = _counting(Renderer.render_chat)(renderer, [TALK], params(TURNS))[1]
     assert NUM_SYSTEM not in prompt
     assert renderer.seen == [TALK]
-    renderer = Renderer(loaded, asked=False)
+    renderer = Renderer(loaded, compressed=False)
     [prompt] = _counting(Renderer.render_chat)(renderer, [[SYSTEM, *TALK]], params(TURNS))[1]
     assert NUM_SYSTEM not in prompt
     assert len(renderer.seen) == 1
 
 
-def test_a_template_that_refuses_the_beginning_alone_is_said_and_serves_the_chat(loaded, caplog):
+def test_a_template_that_refuses_the_beginning_alone_is_logged_and_serves_the_chat(loaded, caplog):
     picky = "{% if messages | length < 4 %}{{ raise_exception('too short') }}{% endif %}" + TURNS
     [prompt] = _counting(Renderer.render_chat)(Renderer(loaded), [[SYSTEM, *TALK]], params(picky))[1]
     assert NUM_SYSTEM not in prompt
@@ -138,7 +138,7 @@ def test_parts_that_come_as_an_iterator_can_be_read_twice():
 
 
 @pytest.mark.parametrize(
-    ("asked", "count", "sinks"),
+    ("extra", "count", "sinks"),
     [
         (None, 100, 128),
         (None, 2, 32),
@@ -149,10 +149,10 @@ def test_parts_that_come_as_an_iterator_can_be_read_twice():
         ({"protect_system": False, "sinks": 9}, 100, 9),
     ],
 )
-def test_the_scheduler_reads_the_sinks_from_the_request(asked, count, sinks):
+def test_the_scheduler_reads_the_sinks_from_the_request(extra, count, sinks):
     own = {"policy": "streaming_llm", "budget": 512, "interval": 64, "recent": 64}
     options = Options.read(own, "the test")
-    given = None if asked is None else {KEY: asked, "other": 1}
+    given = None if extra is None else {KEY: extra, "other": 1}
     request = SimpleNamespace(extra_args=given)
     settings = options.of_request(given)
     found = protected(request, settings, {NUM_SYSTEM: count}, 32)

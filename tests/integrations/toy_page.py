@@ -35,7 +35,7 @@ class ToyPool:
         self.num_looks = 0
         self.totals = dict.fromkeys(NAMES, 0)
 
-    def look(self, told: list[Compaction]) -> Snapshot:
+    def look(self, compactions: list[Compaction]) -> Snapshot:
         self.num_looks += 1
         state = np.full(self.num_blocks, FREE, np.uint8)
         owner = np.full(self.num_blocks, -1, np.int32)
@@ -54,7 +54,7 @@ class ToyPool:
             num_waiting=0,
             totals=dict(self.totals),
             tiers=None,
-            compactions=told,
+            compactions=compactions,
             first=1,
         )
 

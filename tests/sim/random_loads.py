@@ -53,7 +53,7 @@ def random_settings(random: Random) -> Settings:
 def random_requests(random: Random, count: int, piece: int = 8) -> list[SimRequest]:
     """Prompts are paths in a small tree, and beginnings of such; an id may have several parents."""
     paths = [[random.randrange(6)] for _ in range(3)]
-    asked, now = [], 0.0
+    requests, now = [], 0.0
     for number in range(count):
         path = random.choice(paths)[: random.randrange(1, 9)]
         if random.random() < 0.6:
@@ -62,7 +62,7 @@ def random_requests(random: Random, count: int, piece: int = 8) -> list[SimReque
         tokens = max(1, len(path) * piece - random.choice((0, 0, 1, 3, 7)))
         now += random.choice((0.0, 0.003, 0.05, 0.4)) * random.random()
         more = random.choice((0, 0, 1, 5, 11))
-        asked.append(
+        requests.append(
             SimRequest(
                 now,
                 tokens + more,
@@ -74,7 +74,7 @@ def random_requests(random: Random, count: int, piece: int = 8) -> list[SimReque
                 priority=random.randrange(3),
             )
         )
-    return asked
+    return requests
 
 
 def simulate(settings: Settings, requests: list[SimRequest], **options: Any) -> SimulationResult:

@@ -10,7 +10,7 @@ from random_loads import simulate
 from kvreclaim.errors import InvalidArgumentError
 from kvreclaim.plan.answer import plan
 from kvreclaim.plan.cost import Linear
-from kvreclaim.plan.plan_request import PlanRequest as AskedOfPlan
+from kvreclaim.plan.plan_request import PlanRequest
 from kvreclaim.plan.targets import parse_targets
 from kvreclaim.schedule import EvictionMethod, Footprint
 from kvreclaim.schedule.rates import Rates
@@ -44,12 +44,12 @@ def simulate_at(cost, settings, requests):
 
 
 def test_a_thousand_replicas() -> None:
-    asked = [SimRequest(i * 0.001, 20, 5) for i in range(3000)]
+    requests = [SimRequest(i * 0.001, 20, 5) for i in range(3000)]
     for router in ("rr", "least", "prefix"):
-        outcome = simulate(ROOMY, asked, num_replicas=1000, router=router, scrape_s=0.05)
+        outcome = simulate(ROOMY, requests, num_replicas=1000, router=router, scrape_s=0.05)
         assert len(outcome.records) == 3000
         assert all(record.end_s is not None for record in outcome.records)
-    assert {record.replica for record in simulate(ROOMY, asked, num_replicas=1000).records} == set(
+    assert {record.replica for record in simulate(ROOMY, requests, num_replicas=1000).records} == set(
         range(1000)
     )
 
@@ -61,19 +61,19 @@ def test_least_loaded_spares_the_replica_that_is_busy() -> None:
 
 
 def test_a_router_that_looks_seldom_does_not_know_who_has_ended() -> None:
-    asked = [SimRequest(i * 1.0, 30, 2) for i in range(6)]
-    now = simulate(ROOMY, asked, num_replicas=2, router="least").records
-    seldom = simulate(ROOMY, asked, num_replicas=2, router="least", scrape_s=100.0).records
+    requests = [SimRequest(i * 1.0, 30, 2) for i in range(6)]
+    now = simulate(ROOMY, requests, num_replicas=2, router="least").records
+    seldom = simulate(ROOMY, requests, num_replicas=2, router="least", scrape_s=100.0).records
     assert [record.replica for record in now] == [0] * 6
     assert [record.replica for record in seldom] == [0, 1] * 3
 
 
 def test_prefix_aware_finds_more() -> None:
-    asked = [
+    requests = [
         SimRequest(i * 0.5, 512 * 3 + 5, 3, (i % 5, 100 + i % 5, 200 + i % 5), 512, 1536) for i in range(40)
     ]
     hits = {
-        name: sum(r.hit_tokens for r in simulate(ROOMY, asked, num_replicas=4, router=name).records)
+        name: sum(r.hit_tokens for r in simulate(ROOMY, requests, num_replicas=4, router=name).records)
         for name in ("rr", "prefix")
     }
     assert hits["prefix"] == 35 * 1536
@@ -106,10 +106,10 @@ def test_a_prefix_router_remembers_as_much_as_a_replica_holds() -> None:
 
 
 def test_swapping_keeps_what_recomputing_loses() -> None:
-    asked = [SimRequest(0.0, 60, 100) for _ in range(6)]
+    requests = [SimRequest(0.0, 60, 100) for _ in range(6)]
     tight = Settings(30, 16, footprint=Footprint(), host_blocks=200, bytes_per_block=1000, rates=Rates())
     runs = {
-        mode: simulate(replace(tight, preemption_mode=mode, enable_prefix_caching=False), asked)
+        mode: simulate(replace(tight, preemption_mode=mode, enable_prefix_caching=False), requests)
         for mode in ("swap", "recompute")
     }
     assert sum(record.swaps for record in runs["swap"].records) > 0
@@ -119,24 +119,24 @@ def test_swapping_keeps_what_recomputing_loses() -> None:
 
 
 def test_the_host_finds_what_the_pool_has_lost() -> None:
-    asked = [SimRequest(i * 5.0, 165, 2, (i % 4,), 160, 160) for i in range(12)]
+    requests = [SimRequest(i * 5.0, 165, 2, (i % 4,), 160, 160) for i in range(12)]
     small = Settings(14, 16, footprint=Footprint())
-    lost, kept = (simulate(replace(small, host_blocks=n), asked) for n in (0, 100))
+    lost, kept = (simulate(replace(small, host_blocks=n), requests) for n in (0, 100))
     assert sum(record.hit_tokens for record in lost.records) == 0
     assert sum(record.loaded_tokens for record in kept.records) == 8 * 160
 
 
 def test_important_ones_run_first() -> None:
-    asked = [SimRequest(0.0, 30, 20, priority=i % 2) for i in range(8)]
+    requests = [SimRequest(0.0, 30, 20, priority=i % 2) for i in range(8)]
     alone = replace(ROOMY, max_num_seqs=1, scheduling_policy="priority")
-    records = simulate(alone, asked).records
+    records = simulate(alone, requests).records
     assert max(r.end_s for r in records[::2]) <= min(r.scheduled_s for r in records[1::2])
 
 
 def test_a_request_that_fits_nowhere_is_refused() -> None:
     tight = Settings(10, 16, footprint=Footprint())
     outcome = simulate(tight, [SimRequest(0.0, 300, 5), SimRequest(0.0, 30, 5), SimRequest(0.0, 30, 500)])
-    assert [(asked.num_prompt, asked.num_output) for asked in outcome.refused] == [(300, 5), (30, 500)]
+    assert [(request.num_prompt, request.num_output) for request in outcome.refused] == [(300, 5), (30, 500)]
     assert [record.num_output for record in outcome.records] == [5]
 
 
@@ -194,9 +194,9 @@ def test_bands_where_the_load_is_near_capacity() -> None:
 
 
 def test_search_finds_the_border() -> None:
-    asked = scenario(targets=parse_targets("ttft=400ms"))
-    asked = replace(asked, trace=asked.trace.sped(8.0))
-    found = Search(asked, "replicas").run()
+    case = scenario(targets=parse_targets("ttft=400ms"))
+    case = replace(case, trace=case.trace.sped(8.0))
+    found = Search(case, "replicas").run()
     tried = {row["value"]: row["kept"] for row in found["tried"]}
     assert found["best"] > 1
     assert tried[found["best"]]
@@ -232,8 +232,8 @@ def test_search_for_rate_seats_and_budget() -> None:
 
 
 def test_the_pool_is_that_of_the_plan() -> None:
-    said = {"gpu": "4090", "kv_cache_dtype": "int4"}
-    planned = plan("Llama-3.1-8B", AskedOfPlan(context=4096, **said)).values
-    machine, serving = ReplicaOptions(model="Llama-3.1-8B", **said), Serving()
+    machine_options = {"gpu": "4090", "kv_cache_dtype": "int4"}
+    planned = plan("Llama-3.1-8B", PlanRequest(context=4096, **machine_options)).values
+    machine, serving = ReplicaOptions(model="Llama-3.1-8B", **machine_options), Serving()
     settings = serving.settings(machine, machine.cost(16))
     assert settings.num_blocks == planned["pool_blocks"]

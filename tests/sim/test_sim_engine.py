@@ -45,12 +45,12 @@ def piece(content: int) -> tuple[int, ...]:
 class Load:
     """Requests as the simulator knows them, and their prompts as the engine does. Times are steps."""
 
-    asked: list[SimRequest]
+    requests: list[SimRequest]
     prompts: list[list[int]]
 
 
 def random_load(random: Random, count: int) -> Load:
-    asked, prompts, step = [], [], 0
+    requests, prompts, step = [], [], 0
     paths = [[random.randrange(4)] for _ in range(3)]
     for number in range(count):
         path = random.choice(paths)[: random.randrange(1, 7)]
@@ -63,8 +63,8 @@ def random_load(random: Random, count: int) -> Load:
         prompt += Random(f"own {number}").choices(range(2, tiny.VOCAB_SIZE - 1), k=own)
         prompts.append(prompt)
         output = random.choice((1, 3, 20, 60))
-        asked.append(SimRequest(float(step), len(prompt), output, tuple(path), PIECE, len(path) * PIECE))
-    return Load(asked, prompts)
+        requests.append(SimRequest(float(step), len(prompt), output, tuple(path), PIECE, len(path) * PIECE))
+    return Load(requests, prompts)
 
 
 def serve(load: Load, directory: Path, policy: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -72,15 +72,15 @@ def serve(load: Load, directory: Path, policy: str, options: dict[str, Any]) -> 
     llm = LLM(directory, dtype="float32", device="cpu", spread_compression=False, **options)
     engine, settings = llm.engine, POLICIES[policy]
     compressor = None if settings is None else llm.compressor(CompressionConfig(policy, **settings))
-    requests, step, waiting = [], 0, list(zip(load.asked, load.prompts, strict=True))
+    requests, step, waiting = [], 0, list(zip(load.requests, load.prompts, strict=True))
     peak = 0
     while waiting or engine.has_unfinished:
         if not engine.has_unfinished:
             step = max(step, int(waiting[0][0].arrival_s))
         while waiting and waiting[0][0].arrival_s <= step:
-            asked, prompt = waiting.pop(0)
+            sim_request, prompt = waiting.pop(0)
             params = SamplingParams(
-                temperature=1.0, seed=len(requests), max_tokens=asked.num_output, ignore_eos=True
+                temperature=1.0, seed=len(requests), max_tokens=sim_request.num_output, ignore_eos=True
             )
             requests.append(engine.add_request(f"r{len(requests)}", prompt, params, compressor))
         engine.step()
@@ -145,7 +145,7 @@ def test_counts_are_those_of_the_engine(policy: str, seed: int, tiny_dir) -> Non
             footprint=limits(policy, size),
             leaps=leaps,
         )
-        assert simulated(Cluster(settings, Linear(1.0)).run(load.asked)) == found
+        assert simulated(Cluster(settings, Linear(1.0)).run(load.requests)) == found
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
@@ -166,7 +166,7 @@ def test_counts_with_slots_on_the_host(seed: int, policy: str, mode: str, tiny_d
         footprint=limits(policy, 8),
         host_blocks=60,
     )
-    outcome = Cluster(settings, Linear(1.0)).run(load.asked)
+    outcome = Cluster(settings, Linear(1.0)).run(load.requests)
     assert simulated(outcome) == found
     assert sum(record.loaded_tokens for record in outcome.records) > 0
     if policy == "full":  # a budget leaves room
@@ -201,7 +201,7 @@ def test_counts_of_a_model_with_recurrent_layers(seed: int, policy: str, states:
     )
     for leaps in (True, False):
         cluster = Cluster(replace(settings, leaps=leaps), Linear(1.0))
-        assert simulated(cluster.run(load.asked)) == found
+        assert simulated(cluster.run(load.requests)) == found
         assert (cluster.replicas[0].num_leaps > 0) == leaps
     if policy == "full":
         assert (sum(found["hits"]) > 0) == (kept != 0)
@@ -231,7 +231,7 @@ def test_states_go_to_the_host_and_come_back(mode: str, on_host: int, tiny_dir) 
         host_states=on_host,
         states=StateSizes.of(4, each=3),
     )
-    outcome = Cluster(settings, Linear(1.0)).run(load.asked)
+    outcome = Cluster(settings, Linear(1.0)).run(load.requests)
     assert simulated(outcome) == found
     assert (found["swaps"] > 0) == (mode == "swap")
     assert (sum(record.loaded_tokens for record in outcome.records) > 0) == (on_host > 0)
@@ -245,7 +245,7 @@ def test_the_loads_share_and_preempt(tiny_dir) -> None:
             random = Random(f"{policy} {seed}")
             size, num_blocks = random.choice(((4, 28), (8, 16), (8, 40)))
             settings = Settings(num_blocks, size, 4, CHUNK, 512, limits(policy, size))
-            outcome = Cluster(settings, Linear(1.0)).run(random_load(random, 24).asked)
+            outcome = Cluster(settings, Linear(1.0)).run(random_load(random, 24).requests)
             total["hits"] += outcome.memory[0].prefix_hit_tokens
             total["freed"] += outcome.memory[0].blocks_freed_by_compression
             total["preemptions"] += outcome.preemptions.total()

@@ -21,7 +21,7 @@ def of(trace: str, way: str) -> dict:
     return found
 
 
-def test_nobody_cold_waits_much_longer_and_hardly_more_is_computed() -> None:
+def test_no_cold_request_waits_much_longer_and_hardly_more_is_computed() -> None:
     found = ratios(list(rows()))
     assert [row["trace"] for row in found] == ["templates", "conversations", "eight alike"]
     for row in found:
@@ -45,10 +45,10 @@ def test_what_is_computed_for_another_is_not_computed_again() -> None:
     assert least <= waits["computed"] <= most
 
 
-def test_all_is_asked_for_in_each_way() -> None:
+def test_each_way_serves_the_same_prompts() -> None:
     for trace in ("templates", "conversations", "eight alike"):
         found = [of(trace, way) for way in WAYS]
-        assert len({row["asked"] for row in found}) == 1
+        assert len({row["prompt_tokens"] for row in found}) == 1
         assert len({(row["requests"], row["num_cold"]) for row in found}) == 1
         assert 0 < found[0]["num_cold"] < found[0]["requests"]
 
@@ -61,5 +61,5 @@ def test_the_same_seed_gives_the_same_figures() -> None:
 
 def test_cold_ones_share_nothing() -> None:
     case = cases(PLAN, ReplicaOptions(gpu="H100").cost(16))[0]
-    assert all(asked.num_prompt == 2176 for asked in case.trace.requests)
-    assert 0.03 < sum(not asked.ids for asked in case.trace.requests) / PLAN.requests < 0.07
+    assert all(request.num_prompt == 2176 for request in case.trace.requests)
+    assert 0.03 < sum(not request.ids for request in case.trace.requests) / PLAN.requests < 0.07

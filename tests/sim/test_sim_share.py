@@ -188,7 +188,7 @@ def file(llm, tmp_path_factory) -> Path:
     return path
 
 
-def asked(file: Path, max_loss: float) -> tuple[str, ...]:
+def loss_args(file: Path, max_loss: float) -> tuple[str, ...]:
     return "--kv-max-loss", str(max_loss), "--kv-compression-stats", str(file)
 
 
@@ -216,7 +216,7 @@ def test_a_plan_is_that_of_the_promised_budget(tmp_path, file, context, max_loss
     named = ("--compression", f"knorm:budget={budget}") if budget else ()
     promised, given = (
         run(tmp_path, *model, "--context", str(context), *options)
-        for options in (asked(file, max_loss), named)
+        for options in (loss_args(file, max_loss), named)
     )
     assert promised == given
 
@@ -228,7 +228,7 @@ def test_a_simulation_is_that_of_the_promised_budget(tmp_path, file, prompt, max
     load = ("simulate", "--requests", "20", "--rate", "50", "--prompt", str(prompt), "--output", "200")
     machine = ("--model", "Llama-3.1-8B", "--gpu", "H100", "--num-blocks", "80")
     named = ("--compression", f"knorm:budget={budget}") if budget else ()
-    promised, given = (run(tmp_path, *load, *machine, *options) for options in (asked(file, max_loss), named))
+    promised, given = (run(tmp_path, *load, *machine, *more) for more in (loss_args(file, max_loss), named))
     counted = (
         "requests",
         "blocks_freed",
@@ -278,7 +278,7 @@ FORMATS = pytest.mark.parametrize(
 def test_a_plan_has_the_format_of_the_engine(tmp_path, coded, dtype, max_loss, form, budget) -> None:
     model = ("plan", "--model", "Llama-3.1-8B", "--gpu", "4090", "--weights", "awq4", "--context", "380")
     named = ("--compression", f"knorm:budget={budget}") if budget else ()
-    options = ((*asked(coded, max_loss), "--kv-cache-dtype", dtype), (*named, "--kv-cache-dtype", form))
+    options = ((*loss_args(coded, max_loss), "--kv-cache-dtype", dtype), (*named, "--kv-cache-dtype", form))
     promised, given = (run(tmp_path, *model, *each) for each in options)
     assert promised == given
 
@@ -289,7 +289,7 @@ def test_a_simulation_has_the_format_of_the_engine(tmp_path, coded, dtype, max_l
     load = ("simulate", "--requests", "4", "--rate", "50", "--prompt", "380", "--output", "40", "--compare")
     machine = ("--model", "Llama-3.1-8B", "--gpu", "H100")
     named = ("--compression", f"knorm:budget={budget}") if budget else ()
-    options = ((*asked(coded, max_loss), "--kv-cache-dtype", dtype), (*named, "--kv-cache-dtype", form))
+    options = ((*loss_args(coded, max_loss), "--kv-cache-dtype", dtype), (*named, "--kv-cache-dtype", form))
     promised, given = (run(tmp_path, *load, *machine, *each) for each in options)
     for name in ("blocks_freed", "peak_blocks", "passes", "steps", "ttft_s", "num_blocks"):
         assert promised[name] == given[name]
@@ -318,7 +318,7 @@ def test_mistakes_are_one_sentence(options, message) -> None:
 
 
 def test_a_format_that_cannot_hold_the_loss_is_refused(coded) -> None:
-    plan = ("plan", "--model", "Llama-3.1-8B", "--context", "300", *asked(coded, 0.05))
+    plan = ("plan", "--model", "Llama-3.1-8B", "--context", "300", *loss_args(coded, 0.05))
     for form, message in (
         ("int4", "in int4 lose more even if every token stays"),
         ("fp8", "is fp8_e4m3, and"),
@@ -330,6 +330,6 @@ def test_a_format_that_cannot_hold_the_loss_is_refused(coded) -> None:
 
 def test_a_plan_has_one_length(file) -> None:
     for more in ((), ("--context", "300", "--sequences", "4", "--own", "9")):
-        result = CliRunner().invoke(app, ["plan", "--model", "Llama-3.1-8B", *asked(file, 0.1), *more])
+        result = CliRunner().invoke(app, ["plan", "--model", "Llama-3.1-8B", *loss_args(file, 0.1), *more])
         assert result.exit_code == 2
         assert "max_loss gives each length its budget, and a plan has one" in result.stderr

@@ -36,7 +36,7 @@ def test_mooncake(tmp_path) -> None:
     first, second = trace.requests
     assert (first.arrival_s, first.num_prompt, first.num_output, first.ids) == (0.0, 512, 1, (1,))
     assert (second.arrival_s, second.num_prompt, second.num_ids, second.ids) == (2.0, 1100, 1100, (1, 2, 3))
-    assert [asked.arrival_s for asked in trace.sped(4).requests] == [0.0, 0.5]
+    assert [request.arrival_s for request in trace.sped(4).requests] == [0.0, 0.5]
 
 
 def test_azure(tmp_path) -> None:
@@ -82,7 +82,7 @@ def test_aiperf_sessions(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "message"),
     [
         ([], "is empty"),
         (["{"], "line 1 is no JSON"),
@@ -93,19 +93,19 @@ def test_aiperf_sessions(tmp_path) -> None:
         (["TIMESTAMP,ContextTokens,GeneratedTokens", "noon,1,1"], "TIMESTAMP is 'noon'"),
     ],
 )
-def test_what_cannot_be_read_is_refused(rows, said, tmp_path) -> None:
-    with pytest.raises(InvalidArgumentError, match=said):
+def test_what_cannot_be_read_is_refused(rows, message, tmp_path) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
         read_trace(write(tmp_path / "a", rows))
 
 
 def test_a_block_size_must_divide_the_pieces() -> None:
     settings = Settings(100, 48, footprint=Footprint(block_size=48))
-    asked = TrafficShape(2, 30, 2, prefix=20).trace(Arrivals(1.0)).requests
+    requests = TrafficShape(2, 30, 2, prefix=20).trace(Arrivals(1.0)).requests
     with pytest.raises(InvalidArgumentError, match="block_size is 48"):
-        Cluster(settings, COST).run(asked)
+        Cluster(settings, COST).run(requests)
 
 
-def test_gaps_have_the_mean_and_the_variation_that_were_asked_for() -> None:
+def test_gaps_have_the_mean_and_the_variation_of_the_arguments() -> None:
     for how, burstiness, variation in (("poisson", 2.0, 1.0), ("gamma", 3.0, 3.0), ("even", 2.0, 0.0)):
         times = Arrivals(4.0, how, burstiness, seed=3).times(20_001)
         gaps = [b - a for a, b in itertools.pairwise(times)]
@@ -113,7 +113,7 @@ def test_gaps_have_the_mean_and_the_variation_that_were_asked_for() -> None:
         assert pstdev(gaps) / fmean(gaps) == pytest.approx(variation, rel=0.07, abs=1e-9)
 
 
-def test_a_conversation_finds_all_that_was_said_in_full_blocks() -> None:
+def test_a_conversation_finds_its_earlier_turns_in_full_blocks() -> None:
     shape = TrafficShape(3, prompt=20, output=12, prefix=34, turns=3, think_s=1.0)
     trace = shape.trace(Arrivals(0.001, "even"))
     settings = Settings(400, 8, footprint=Footprint(block_size=8))

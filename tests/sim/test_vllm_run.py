@@ -42,9 +42,9 @@ def errors(cost: Linear) -> dict[str, float]:
     records = simulate_log([each.request for each in log], ENGINE, cost)
     found = {}
     for name in ("ttft_s", "e2e_s", "tpot_s"):
-        said, made = ([getattr(each, name) for each in rows] for rows in (log, records))
-        pairs = [pair for pair in zip(said, made, strict=True) if None not in pair]
-        found[name] = fmean(made for _, made in pairs) / fmean(said for said, _ in pairs) - 1
+        measured, simulated = ([getattr(each, name) for each in rows] for rows in (log, records))
+        pairs = [pair for pair in zip(measured, simulated, strict=True) if None not in pair]
+        found[name] = fmean(ours for _, ours in pairs) / fmean(theirs for theirs, _ in pairs) - 1
     return found
 
 

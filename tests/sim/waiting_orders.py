@@ -29,8 +29,8 @@ COPIES = 8
 LPM = "lpm"
 ALONE = "fcfs, no waiting"
 WAYS: Final = (ALONE, "fcfs", LPM, "cache")
-"""fcfs, and nobody waits for what others compute; in the others they do; lpm: the longest prefix in the cache
-first, as SGLang has it, for comparison."""
+"""ALONE: no request waits for what others compute; in the other ways it does; lpm: the longest prefix in the
+cache first, as SGLang has it, for comparison."""
 ENDLESS = 1 << 60
 
 
@@ -65,7 +65,7 @@ class OrderPlan:
 
 @dataclass(frozen=True, slots=True)
 class OrderCase:
-    """A trace, and which of its requests are cold: nobody has sent their beginning before."""
+    """A trace, and which of its requests are cold: their first tokens are new."""
 
     name: str
     trace: Trace
@@ -73,7 +73,7 @@ class OrderCase:
 
 
 def run(plan: OrderPlan) -> list[Row]:
-    """Returns: a row per trace and way: prompt tokens asked for and computed (after a preemption
+    """Returns: a row per trace and way: prompt tokens requested and computed (after a preemption
     again), waits, and seconds to the first token of cold and warm requests, median and p99."""
     cost = ReplicaOptions(gpu=plan.gpu).cost(SIZE)
     return [
@@ -101,7 +101,7 @@ def _served(plan: OrderPlan, case: OrderCase, cost: Linear, way: str) -> Row:
         "requests": len(outcome.records),
         "num_cold": len(cold),
         "computed": memory.prefix_query_tokens - memory.prefix_hit_tokens,
-        "asked": sum(record.num_prompt for record in outcome.records),
+        "prompt_tokens": sum(record.num_prompt for record in outcome.records),
         "waits": scheduler.in_flight.num_waits,
         "preemptions": outcome.preemptions.total(),
         "makespan_s": outcome.makespan_s,
@@ -137,15 +137,15 @@ def _templates(plan: OrderPlan, cost: Linear) -> OrderCase:
     random, length = Random(plan.seed), SYSTEM + TEMPLATE
     mean = TAIL + COLD_SHARE * length
     times = Arrivals(_rate(plan, cost, mean), "gamma", 3.0, seed=plan.seed).times(plan.requests)
-    asked, cold = [], set()
+    requests, cold = [], set()
     for number, time in enumerate(times):
         if random.random() < COLD_SHARE:
             cold.add(number)
-            asked.append(SimRequest(time, length + TAIL, OUTPUT))
+            requests.append(SimRequest(time, length + TAIL, OUTPUT))
         else:
             template = f"template {random.randrange(TEMPLATES)}"
-            asked.append(SimRequest(time, length + TAIL, OUTPUT, ("system", template), SYSTEM, length))
-    return OrderCase("templates", Trace(asked, knows_content=True), lambda record: record.number in cold)
+            requests.append(SimRequest(time, length + TAIL, OUTPUT, ("system", template), SYSTEM, length))
+    return OrderCase("templates", Trace(requests, knows_content=True), lambda record: record.number in cold)
 
 
 def _conversations(plan: OrderPlan, cost: Linear, turns: int = 5) -> OrderCase:
@@ -154,7 +154,7 @@ def _conversations(plan: OrderPlan, cost: Linear, turns: int = 5) -> OrderCase:
     )
     rate = _rate(plan, cost, 600) / turns
     trace = shape.trace(Arrivals(rate, "poisson", seed=plan.seed))
-    firsts = {asked.session: asked.num_prompt for asked in trace.requests}
+    firsts = {request.session: request.num_prompt for request in trace.requests}
     return OrderCase("conversations", trace, lambda record: record.num_prompt == firsts[record.session])
 
 
@@ -162,13 +162,13 @@ def _copies(plan: OrderPlan, cost: Linear) -> OrderCase:
     length, groups = SYSTEM + TEMPLATE, plan.requests // COPIES
     rate = _rate(plan, cost, length / COPIES) / COPIES
     times = Arrivals(rate, "poisson", seed=plan.seed).times(groups)
-    asked = [
+    requests = [
         SimRequest(time, length, OUTPUT, (f"prompt {group}",), length, length)
         for group, time in enumerate(times)
         for _ in range(COPIES)
     ]
     return OrderCase(
-        "eight alike", Trace(asked, knows_content=True), lambda record: not record.number % COPIES
+        "eight alike", Trace(requests, knows_content=True), lambda record: not record.number % COPIES
     )
 
 

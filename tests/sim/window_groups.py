@@ -91,14 +91,14 @@ class LastOut(WindowGroup):
 
 @dataclass(slots=True)
 class Talk:
-    """One conversation. tokens: all that have been said; turns: tokens of each question and answer."""
+    """One conversation. tokens: those of all turns so far; turns: tokens of each question and answer."""
 
     tokens: list[int]
     turns: list[tuple[int, int]]
     seq_id: int = -1
     end: int = 0
     hit: int = 0
-    asked: int = 0
+    prompt_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -127,25 +127,25 @@ class GroupConversations:
             for first in range(0, len(self.talks), AT_ONCE):
                 talks = self.talks[first : first + AT_ONCE]
                 for talk in talks:
-                    self._ask(talk, turn)
+                    self._add_request(talk, turn)
                 while sum(map(self._step, talks)):
                     pass
                 for talk in talks:
                     self.memory.free(talk.seq_id)
         return sum(talk.hit for talk in self.talks)
 
-    def _ask(self, talk: Talk, turn: int) -> None:
+    def _add_request(self, talk: Talk, turn: int) -> None:
         question, answer = talk.turns[turn]
-        self._say(talk, question)
+        self._append(talk, question)
         talk.seq_id, talk.end = self._last, len(talk.tokens) + answer
         self._last += 1
         keys = self.memory.keys(talk.tokens)
         match = self.memory.match_prefix(keys)
         self.memory.admit(talk.seq_id, match)
         talk.hit += match.num_tokens
-        talk.asked += len(talk.tokens)
+        talk.prompt_tokens += len(talk.tokens)
 
-    def _say(self, talk: Talk, count: int) -> None:
+    def _append(self, talk: Talk, count: int) -> None:
         talk.tokens += range(self._token, self._token + count)
         self._token += count
 
@@ -155,7 +155,7 @@ class GroupConversations:
         if done == len(talk.tokens):
             if done == talk.end:
                 return False
-            self._say(talk, min(SPOKEN, talk.end - done))
+            self._append(talk, min(SPOKEN, talk.end - done))
         count = min(STEP, len(talk.tokens) - done)
         self.memory.grow(talk.seq_id, count)
         self.memory.commit(talk.seq_id, count)

@@ -109,10 +109,7 @@ def test_a_request_for_them_is_refused_too(policy: str, word: str, lfm2: Path) -
         ({"speculative_config": NGRAM}, "--speculative-config for a model .* beside recurrent layers"),
         ({"kv_offloading_size": 1.0}, "--kv-offloading-size for a model .* beside recurrent layers"),
         ({"compression": {**SETTINGS, "snapshots": True}}, 'recurrent layers beside "snapshots"'),
-        (
-            {"compression": {**SETTINGS, "policy": "snapkv"}},
-            "recurrent layers beside a policy that looks at",
-        ),
+        ({"compression": {**SETTINGS, "policy": "snapkv"}}, "recurrent layers beside a policy that looks at"),
     ],
 )
 def test_beside_recurrent_layers_these_are_refused(options: dict[str, Any], word: str, lfm2: Path) -> None:
