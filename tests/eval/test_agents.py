@@ -16,9 +16,9 @@ from kvreclaim.eval.rows import _by_turn
 from kvreclaim.eval.tasks import make_tasks
 from kvreclaim.eval.text.prose import Encoder
 
-ASKED = ("Where do the bells end? ", "then open the stop ", "and list the files ", "run the tests again ")
+MESSAGES = ("Where do the bells end? ", "then open the stop ", "and list the files ", "run the tests again ")
 TALKS = [
-    [{"role": role, "content": f"{text * 3}{number}"} for text in ASKED for role in ("user", "assistant")]
+    [{"role": role, "content": f"{text * 3}{number}"} for text in MESSAGES for role in ("user", "assistant")]
     for number in (1, 2)
 ]
 NUM_TOKENS = 700
@@ -41,7 +41,7 @@ def rows_of(llm, turn, config):
         [list(turn.prompt)],
         [list(turn.continuation)],
         config,
-        observers=[lambda first, told: rows.append(told)],
+        observers=[lambda first, new_rows: rows.append(new_rows)],
     )
     return torch.cat(rows), out.metrics.num_cached_tokens
 
@@ -58,8 +58,8 @@ def test_turns_are_the_conversation_so_far_and_the_recorded_answer(llm, task):
         text = llm.tokenizer.apply_chat_template(
             TALKS[0][: 2 * number + 1], add_generation_prompt=True, tokenize=False
         )
-        said = TALKS[0][2 * number + 1]["content"]
-        assert llm.tokenizer.decode((*turn.prompt, *turn.continuation)) == text + said
+        answer = TALKS[0][2 * number + 1]["content"]
+        assert llm.tokenizer.decode((*turn.prompt, *turn.continuation)) == text + answer
     assert (session.prompt, session.continuation) == (
         session.turns[-1].prompt,
         session.turns[-1].continuation,

@@ -75,7 +75,7 @@ def test_an_example_is_pinned():
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("seed", range(5))
-def test_lengths_are_as_asked(task, seed):
+def test_lengths_are_those_of_the_task(task, seed):
     example = task.sample(seed)
     assert len(example.prompt) == task.num_prompt_tokens
     assert len(example.kinds) == len(example.trace) <= task.num_trace_tokens

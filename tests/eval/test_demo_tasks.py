@@ -125,7 +125,7 @@ def test_evidence_is_the_fact_or_the_step_that_decides(name):
 
 @all_sizes
 @all_tasks
-def test_documents_have_the_size_asked_for(name, num_tokens):
+def test_documents_have_the_size_requested(name, num_tokens):
     task = DEMO_TASKS[name]
     for seed in range(8):
         example = task.make(num_tokens).sample(seed)
@@ -159,9 +159,9 @@ def test_recall_asks_each_third_of_the_walk():
         walk = [i for i, kind in enumerate(example.kinds) if kind is TokenKind.CARRY][
             :-1
         ]  # the last one is END
-        asked = [e - len(example.prompt) for e, _ in evidence_of(example, TokenKind.RESTORE)]
+        queried = [e - len(example.prompt) for e, _ in evidence_of(example, TokenKind.RESTORE)]
         cuts = [len(walk) // 3, len(walk) * 2 // 3]
-        thirds = [sum(walk.index(i) >= cut for cut in cuts) for i in asked]
+        thirds = [sum(walk.index(i) >= cut for cut in cuts) for i in queried]
         assert sorted(thirds) == sorted([0, 1, 2] * task.asked_per_zone)
 
 

@@ -32,14 +32,14 @@ def all_rows(llm, item, config=None):
     """[T, V] log-probabilities of the continuation."""
     rows = torch.full((len(item.continuation), tiny.VOCAB_SIZE), torch.nan)
 
-    def watch(first, told):
-        rows[first : first + len(told)] = told
+    def watch(first, new_rows):
+        rows[first : first + len(new_rows)] = new_rows
 
     llm.score([list(item.prompt)], [list(item.continuation)], config, observers=[watch])
     return rows
 
 
-def test_observers_are_told_the_distributions_that_transformers_computes(llm, tiny_dir):
+def test_observers_get_the_distributions_that_transformers_computes(llm, tiny_dir):
     item = RandomWindows(tiny.VOCAB_SIZE, NUM_TOKENS).item(0, 0)
     oracle = tiny.load_oracle(tiny_dir("llama"))
     with torch.inference_mode():

@@ -44,7 +44,7 @@ def row(report, way):
 
 
 def test_a_cell_is_what_an_engine_says_that_reuses_chunks_so(llm, report):
-    right = asked = 0
+    right = judged = 0
     for index in range(2):
         item = InChunks().item(0, index)
         prompt, (a, b), (c, d) = list(item.prompt), *item.chunks
@@ -52,9 +52,9 @@ def test_a_cell_is_what_an_engine_says_that_reuses_chunks_so(llm, report):
         how = ChunkReuse(select="random", share=0.5, seed=3)
         (out,) = llm.score([{"prompt": pieces, "chunk_reuse": how}], [list(item.continuation)])
         outcome = InChunks().judge(item, Answer(tuple(out.predicted)))
-        right, asked = right + outcome.points, asked + outcome.out_of
+        right, judged = right + outcome.points, judged + outcome.out_of
     found = row(report, RANDOM)
-    assert (found.status, found.value) == ("ok", right / asked)
+    assert (found.status, found.value) == ("ok", right / judged)
     assert found.name == f"full, {RANDOM}"
 
 

@@ -35,7 +35,7 @@ def task(request, llm):
     return make(llm, request.param)
 
 
-def test_examples_have_the_asked_length_and_depend_on_seed_and_number_alone(task):
+def test_examples_have_the_requested_length_and_depend_on_seed_and_number_alone(task):
     items = {(seed, index): task.item(seed, index) for seed in range(2) for index in range(2)}
     assert len({item.prompt for item in items.values()}) == 4
     for place, item in items.items():
@@ -50,14 +50,14 @@ def test_facts_stand_where_the_evidence_says_and_the_judged_tokens_are_their_cod
     assert all(fact in prompt for fact in quiz.facts)
     questions = quiz.questions[:1] if task.has_one_question else quiz.questions
     assert prompt.endswith(questions[0][0]) == task.has_one_question
-    said = llm.tokenizer.decode(item.continuation)
+    text = llm.tokenizer.decode(item.continuation)
     judged = llm.tokenizer.decode([item.continuation[v.place] for v in item.payload])
     if task.has_one_question:
-        assert said == questions[0][1]
-        assert said.endswith(judged)
+        assert text == questions[0][1]
+        assert text.endswith(judged)
         assert len(item.payload) == len(item.continuation) - task.known
     else:
-        assert said == "".join(head + answer for head, answer, _ in questions)
+        assert text == "".join(head + answer for head, answer, _ in questions)
         assert judged == "".join(answer for _, answer, _ in questions)
     for head, answer, fact in questions:
         assert answer in quiz.facts[fact], head

@@ -42,7 +42,7 @@ def block_bytes(llm, form) -> int:
 
 def test_a_cell_is_what_an_engine_of_that_format_says(llm, report):
     other = llm.sibling(kv_cache_dtype="int8")
-    right = asked = 0
+    right = judged = 0
     for index in range(2):
         item = Guess().item(0, index)
         share = 0.12 * item.num_tokens * block_bytes(llm, "fp32") / 16
@@ -52,9 +52,9 @@ def test_a_cell_is_what_an_engine_of_that_format_says(llm, report):
         other.engine.memory.reset_prefix_cache()
         (out,) = other.score([list(item.prompt)], [list(item.continuation)], config)
         outcome = Guess().judge(item, Answer(tuple(out.predicted)))
-        right, asked = right + outcome.points, asked + outcome.out_of
+        right, judged = right + outcome.points, judged + outcome.out_of
     found = row(report, "knorm", "int8", 0.12)
-    assert (found.status, found.value) == ("ok", right / asked)
+    assert (found.status, found.value) == ("ok", right / judged)
     assert found.budget > 3 * row(report, "knorm", "fp32", 0.12).budget
 
 

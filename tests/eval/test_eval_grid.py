@@ -60,22 +60,22 @@ def direct(llm, policy: str, fraction: float) -> list[SimpleNamespace]:
 )
 def test_figures_are_those_of_direct_calls(llm, report, policy, fraction):
     row, cells = report.row(policy, "guess", fraction), direct(llm, policy, fraction)
-    right, asked = (sum(getattr(c.outcome, name) for c in cells) for name in ("points", "out_of"))
+    right, judged = (sum(getattr(c.outcome, name) for c in cells) for name in ("points", "out_of"))
     assert row.status == "ok"
-    assert row.accuracy == row.value == right / asked
-    assert (row.num_examples, row.num_judged) == (10, asked)
+    assert row.accuracy == row.value == right / judged
+    assert (row.num_examples, row.num_judged) == (10, judged)
     assert row.ci95[0] < row.value < row.ci95[1]
     assert row.blocks_freed == sum(c.metrics.blocks_freed for c in cells)
     assert row.tokens_evicted == sum(c.metrics.tokens_evicted for c in cells)
     assert row.kv_bytes_peak == BLOCK_BYTES * sum(c.metrics.peak_blocks for c in cells) / 10
     assert row.kv_bytes == BLOCK_BYTES * sum(c.metrics.answer_blocks for c in cells) / 10
     assert row.kv_bytes_budget == pytest.approx(fraction * 162 * BLOCK_BYTES / 16)
-    assert sum(row.asked_at) == asked
-    assert sum(row.lost_at) == asked - right
+    assert sum(row.asked_at) == judged
+    assert sum(row.lost_at) == judged - right
     assert row.speed_of == "scoring"
     assert row.tokens_per_s > 0
     by_seed = [sum(c.outcome.points for c in part) for part in (cells[:5], cells[5:])]
-    assert [row.value_by_seed[s] for s in "01"] == pytest.approx([points / asked * 2 for points in by_seed])
+    assert [row.value_by_seed[s] for s in "01"] == pytest.approx([points / judged * 2 for points in by_seed])
 
 
 def test_tokens_are_kept_like_the_share_that_comes_to_as_many(llm, report):
@@ -106,7 +106,7 @@ def test_bytes_held_fall_to_the_budget(report):
     assert moved.of_full_ci95[0] < moved.of_full < moved.of_full_ci95[1]
 
 
-def test_a_policy_that_was_never_asked_is_an_error(llm):
+def test_a_policy_that_never_compressed_is_an_error(llm):
     report = evaluate(llm, ["full", "knorm"], [1.0, 0.5], [Guess()], **SMALL)
     never = report.row("knorm", "guess", 1.0)
     assert never.status == "error"

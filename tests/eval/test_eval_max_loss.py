@@ -86,10 +86,10 @@ ALONE = {**SMALL, "num_examples": 1}
 
 
 @dataclass(frozen=True)
-class Asked(Guess):
+class WithQuestion(Guess):
     """The last tokens of the prompt are a question."""
 
-    name: str = "asked"
+    name: str = "with_question"
 
     def item(self, seed, index):
         item = super().item(seed, index)
@@ -97,14 +97,14 @@ class Asked(Guess):
 
 
 def test_a_cell_is_what_an_engine_says_that_compresses_there(llm):
-    item = Asked().item(0, 0)
+    item = WithQuestion().item(0, 0)
     prompt = {"prompt_token_ids": list(item.prompt), "compress_prompt_at": item.compress_at}
     config = CompressionConfig("knorm", 48, interval=16, sinks=2, recent=8)
     (out,) = llm.score([prompt], [list(item.continuation)], config)
-    report = evaluate(llm, ["full", "knorm"], [0.3], [Asked()], **ALONE)
-    score = Asked().judge(item, Answer(tuple(out.predicted)))
-    assert report.row("knorm", "asked").value == score.points / score.out_of
-    assert report.row("knorm", "asked").tokens_evicted == out.metrics.tokens_evicted
+    report = evaluate(llm, ["full", "knorm"], [0.3], [WithQuestion()], **ALONE)
+    score = WithQuestion().judge(item, Answer(tuple(out.predicted)))
+    assert report.row("knorm", "with_question").value == score.points / score.out_of
+    assert report.row("knorm", "with_question").tokens_evicted == out.metrics.tokens_evicted
 
 
 def test_the_first_pass_sees_the_document_alone(llm, monkeypatch):
@@ -115,14 +115,14 @@ def test_the_first_pass_sees_the_document_alone(llm, monkeypatch):
         return score(self, views)
 
     monkeypatch.setattr(Knorm, "score_many", noted)
-    evaluate(llm, ["knorm"], [0.3], [Asked()], **ALONE)
-    assert seen[0] == Asked().item(0, 0).compress_at
+    evaluate(llm, ["knorm"], [0.3], [WithQuestion()], **ALONE)
+    assert seen[0] == WithQuestion().item(0, 0).compress_at
 
 
 def test_all_policies_and_budgets_share_one_computation_of_the_document(llm):
     before = llm.stats().totals.prompt_tokens
-    report = evaluate(llm, ["full", "knorm", "streaming_llm"], [0.4, 0.3], [Asked()], **ALONE)
+    report = evaluate(llm, ["full", "knorm", "streaming_llm"], [0.4, 0.3], [WithQuestion()], **ALONE)
     assert {row.status for row in report.rows} == {"ok"}
     computed = llm.stats().totals.prompt_tokens - before
-    num_prompt, block = len(Asked().item(0, 0).prompt), llm.engine.config.block_size
+    num_prompt, block = len(WithQuestion().item(0, 0).prompt), llm.engine.config.block_size
     assert num_prompt < computed <= num_prompt + 5 * (QUESTION + block)

@@ -31,15 +31,15 @@ def row(report, policy, method):
 
 
 def test_a_cell_is_what_an_engine_says_that_computes_prompts_so(llm, report):
-    right = asked = 0
+    right = judged = 0
     for index in range(2):
         item = Guess().item(0, index)
         prompt = {"prompt_token_ids": list(item.prompt), "sparse_prefill": POOLED}
         (out,) = llm.score([prompt], [list(item.continuation)])
         outcome = Guess().judge(item, Answer(tuple(out.predicted)))
-        right, asked = right + outcome.points, asked + outcome.out_of
+        right, judged = right + outcome.points, judged + outcome.out_of
     found = row(report, "full", POOLED)
-    assert (found.status, found.value) == ("ok", right / asked)
+    assert (found.status, found.value) == ("ok", right / judged)
     assert found.name == f"full, {POOLED}"
 
 

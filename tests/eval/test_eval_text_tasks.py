@@ -35,13 +35,13 @@ def facts_of(text: str) -> dict[str, str]:
 
 
 def solve_recall(text: str) -> str:
-    asked = re.search(r"What is the access code of (.*?)\?", text).group(1)
-    return facts_of(text)[asked]
+    name = re.search(r"What is the access code of (.*?)\?", text).group(1)
+    return facts_of(text)[name]
 
 
 def solve_multi_query(text: str) -> str:
-    asked = re.search(r"access codes of these: (.*?)\?", text).group(1).split("; ")
-    return "\n".join(f"{name}: {facts_of(text)[name]}" for name in asked)
+    names = re.search(r"access codes of these: (.*?)\?", text).group(1).split("; ")
+    return "\n".join(f"{name}: {facts_of(text)[name]}" for name in names)
 
 
 def solve_variables(text: str) -> str:
@@ -195,7 +195,7 @@ def jsonl(tmp_path, *lines: str):
 
 
 @pytest.mark.parametrize(
-    ("said", "contained", "exact"),
+    ("answer", "contained", "exact"),
     [
         ("The answer is Paris.", 1, 0),
         ("paris!", 1, 1),
@@ -206,24 +206,24 @@ def jsonl(tmp_path, *lines: str):
         ("", 0, 0),
     ],
 )
-def test_own_questions_are_compared_after_normalisation(tmp_path, said, contained, exact):
+def test_own_questions_are_compared_after_normalisation(tmp_path, answer, contained, exact):
     path = jsonl(tmp_path, '{"prompt": "Capital of France?", "answer": ["Paris", "The City of Light"]}')
     for wanted, points in ((False, contained), (True, exact)):
         task = JsonlTask("q", ENCODE, read_questions(path), 16, exact=wanted)
         item = task.item(0, 0)
-        assert task.judge(item, Answer(text=said)).points == points
+        assert task.judge(item, Answer(text=answer)).points == points
         assert item.prompt == ENCODE("Capital of France?")
 
 
 @pytest.mark.parametrize(
-    ("said", "contained", "exact"),
+    ("answer", "contained", "exact"),
     [("A", 1, 1), ("The answer is (A).", 1, 0), ("The answer is B", 0, 0), ("an apple", 0, 0), ("", 0, 0)],
 )
-def test_an_answer_may_be_nothing_but_an_article(tmp_path, said, contained, exact):
+def test_an_answer_may_be_nothing_but_an_article(tmp_path, answer, contained, exact):
     path = jsonl(tmp_path, '{"prompt": "A or B?", "answer": "A"}')
     for wanted, points in ((False, contained), (True, exact)):
         task = JsonlTask("q", ENCODE, read_questions(path), 16, exact=wanted)
-        assert task.judge(task.item(0, 0), Answer(text=said)).points == points
+        assert task.judge(task.item(0, 0), Answer(text=answer)).points == points
 
 
 def test_only_a_line_feed_ends_a_question(tmp_path):
@@ -253,7 +253,7 @@ def test_normalise(text, words):
 
 
 @pytest.mark.parametrize(
-    ("said", "accepted", "right"),
+    ("answer", "accepted", "right"),
     [
         ("答案是北京。", "北京", 1),
         ("The answer is “Bern”.", "Bern", 1),
@@ -264,10 +264,10 @@ def test_normalise(text, words):
         ("It costs 1,000.", "1000", 1),
     ],
 )
-def test_punctuation_goes_and_numbers_keep_their_values(tmp_path, said, accepted, right):
+def test_punctuation_goes_and_numbers_keep_their_values(tmp_path, answer, accepted, right):
     path = jsonl(tmp_path, json.dumps({"prompt": "?", "answer": accepted}))
     task = JsonlTask("q", ENCODE, read_questions(path), 16)
-    assert task.judge(task.item(0, 0), Answer(text=said)).points == right
+    assert task.judge(task.item(0, 0), Answer(text=answer)).points == right
 
 
 def test_a_directory_is_read_in_the_order_of_its_files(tmp_path):

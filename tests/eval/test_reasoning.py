@@ -63,10 +63,10 @@ def test_samples_of_a_problem_are_one_example_with_as_many_verdicts(llm):
     task = Letters(Encoder(llm.tokenizer), OPTIONS)
     report = evaluate(llm, ["full", "knorm"], [48], [task], **RUN)
     full, ours = report.rows
-    said = [answers(llm, task, number) for number in range(2)]
-    lengths = [len(answer.token_ids) for answer in (*said[0], *said[1])]
-    even = [float(len(answer.text) % 2 == 0) for answer in (*said[0], *said[1])]
-    assert len({answer.text for answer in said[0]}) == 3
+    samples = [answers(llm, task, number) for number in range(2)]
+    lengths = [len(answer.token_ids) for answer in (*samples[0], *samples[1])]
+    even = [float(len(answer.text) % 2 == 0) for answer in (*samples[0], *samples[1])]
+    assert len({answer.text for answer in samples[0]}) == 3
     assert (full.value, full.num_judged) == (sum(even) / 6, 6)
     assert full.extra["trace_tokens"] == sum(lengths) / 6
     assert full.extra["trace_of"] == 1

@@ -83,10 +83,10 @@ def test_points_are_the_packages(kind):
     from long_context_eval.eval.synthetic.constants import TASKS as RULES
 
     task = RulerTask(f"ruler:{kind}", None, kind, 8, known=False)
-    said = [("The Blue one, and 42.", ("blue", "7", "42")), ("none", ("a", "b")), ("it is B", ("b",))]
-    scores = [task.judge(Item((), payload=right), Answer(text=text)) for text, right in said]
+    cases = [("The Blue one, and 42.", ("blue", "7", "42")), ("none", ("a", "b")), ("it is B", ("b",))]
+    scores = [task.judge(Item((), payload=right), Answer(text=text)) for text, right in cases]
     percent = 100 * sum(score.points for score in scores) / sum(score.out_of for score in scores)
-    texts, answers = [text for text, _ in said], [list(right) for _, right in said]
+    texts, answers = [text for text, _ in cases], [list(right) for _, right in cases]
     assert round(percent, 2) == RULES[kind]["metric_fn"](texts, answers)
 
 
@@ -140,9 +140,9 @@ def test_rows_of_a_task_are_kept_when_the_next_one_is_stopped(llm, monkeypatch, 
     monkeypatch.setattr(rows_module, "_run", stopped)
     with pytest.raises(KeyboardInterrupt):
         make_tasks(["ruler:vt", "ruler:niah_single_1"], llm, options)
-    asked = []
-    monkeypatch.setattr(rows_module, "_run", lambda folder, commands, *_: asked.extend(commands) or ())
+    commands_run = []
+    monkeypatch.setattr(rows_module, "_run", lambda folder, commands, *_: commands_run.extend(commands) or ())
     with pytest.raises(InvalidArgumentError, match="no rows of 1500 tokens for niah_single_1"):
         make_tasks(["ruler:vt", "ruler:niah_single_1"], llm, options)
-    assert asked == ["niah_single_1"]
+    assert commands_run == ["niah_single_1"]
     assert capfd.readouterr().err == "RULER: making 16 rows of 1,500 tokens for vt (1 of 2)\n"
