@@ -111,12 +111,12 @@ def test_a_session_is_its_requests_one_after_another(llm):
     assert full.tokens_per_s * full.elapsed_s == pytest.approx(2 * NUM_REQUESTS * NEW_TOKENS)
 
 
-def call_of(name: str, **arguments: object) -> str:
+def tagged(name: str, **arguments: object) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def written(call: ToolCall) -> str:
-    return call_of(call.name, **json.loads(call.arguments))
+    return tagged(call.name, **json.loads(call.arguments))
 
 
 class Counter:
@@ -155,7 +155,7 @@ def answered(session, *texts):
 
 
 def test_a_turn_goes_on_until_an_answer_without_call(session):
-    prompts = answered(session, f"Wait.{call_of('a', x=1)}{call_of('bad')}", "Done.", call_of("a"), "Over.")
+    prompts = answered(session, f"Wait.{tagged('a', x=1)}{tagged('bad')}", "Done.", tagged("a"), "Over.")
     assert prompts == [(0,), (0,) * 4, (1,) * 6, (1,) * 8, None]
     a, bad = ToolCall("a", '{"x": 1}'), ToolCall("bad", "{}")
     assert [steps_of(texts) for texts in session.answer.texts] == [[(a, bad)], [(ToolCall("a", "{}"),)]]
@@ -192,10 +192,10 @@ def test_calls_in_fences_count():
 
 
 def test_a_session_ends_at_the_limit_of_steps_or_of_tokens(session):
-    assert answered(session, *[call_of("a")] * 3)[-1] is None
+    assert answered(session, *[tagged("a")] * 3)[-1] is None
     assert session.answer.turns[0]["done"] == 0
     longer = BfclSession(session.task, Counter())
-    assert answered(longer, call_of("a") * 7, "Done.")[1:] == [(0,) * 9, None]
+    assert answered(longer, tagged("a") * 7, "Done.")[1:] == [(0,) * 9, None]
     assert len(longer.answer.turns) == len(longer.answer.texts) == 1  # the second turn was never requested
 
 
