@@ -1,4 +1,4 @@
-"""Each demo task has one right trace, which a solver finds from the prompt alone, and says where it is."""
+"""Each demo task has one right trace, which a solver finds from the prompt alone, and names its places."""
 
 import dataclasses
 import random
@@ -104,7 +104,7 @@ def test_evidence_holds_the_token_and_stands_before_it(name, num_tokens):
 
 @all_tasks
 def test_evidence_is_the_fact_or_the_step_that_decides(name):
-    """Not just any equal token: what stands before it says so, though random nodes stand among the filler."""
+    """Not just any equal token: the tokens before it decide, though random nodes stand among the filler."""
     task = DEMO_TASKS[name].make(1024)
     for seed in range(8):
         example = task.sample(seed)

@@ -50,7 +50,7 @@ def test_examples_that_lost_more_are_counted(tiny_dir) -> None:
 
 
 def test_each_format_has_the_budgets_of_its_own_losses(tiny_dir) -> None:
-    """Where even all tokens in a format lose more, the row says why there is none."""
+    """Where even all tokens in a format lose more, the row has the reason."""
     llm = LLM(tiny_dir("llama"), dtype="float32", device="cpu", num_blocks=200)
     places = [(content, 224) for content in CONTENTS]
     coded = {"int8": {192: 0.05, 224: 0.0}, "int4": {192: 0.3, 224: 0.1}}

@@ -43,7 +43,7 @@ def make_layers(make: str, alternating: bool) -> list[VllmLayerCache]:
 
 
 class Request:
-    """What one request ought to hold, in lists, and where the host's table says its tokens lie."""
+    """What one request ought to hold, in lists, and where its tokens lie by the host's table."""
 
     def __init__(self, name: str) -> None:
         self.name = name

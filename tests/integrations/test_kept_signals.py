@@ -62,7 +62,7 @@ class ScoredWalk(Walk):
                 rows[-count:] = [(*row[:2], x) for row, x in zip(rows[-count:], scores[:, h], strict=True)]
 
     def drop(self, request: Request, positions: Tensor) -> None:
-        """The pass keeps the best of each head, as the scores in the lists say."""
+        """The pass keeps the best of each head, by the scores in the lists."""
         before = [[list(row) for row in rows] for rows in request.tokens]
         super().drop(request, positions)
         sinks, recent = self.settings.sinks, self.settings.recent

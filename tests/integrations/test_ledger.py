@@ -63,7 +63,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
-        """One schedule: passes, then growth; who does not fit preempts the last, perhaps itself."""
+        """One schedule: passes, then growth; one that does not fit preempts the last, perhaps itself."""
         before = {r.request_id: (self.pool.held(r.request_id), list(r.slots)) for r in self.requests}
         passes = self.ledger.compress(self.requests)
         num_checked = 0

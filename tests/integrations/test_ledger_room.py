@@ -94,7 +94,7 @@ def test_room_keeps_the_peak_of_a_preempted_request_that_is_computed_again() -> 
 
 
 def test_newcomers_of_the_same_step_count() -> None:
-    """Who was seen before in the step is not looked at again; who has come since is."""
+    """A request seen before in the step is not looked at again; one that has come since is."""
     ledger = make_ledger(num_blocks=48)
     running = [computed(ledger, "a", 800, 64)]
     assert room(ledger, FakeRequest("new", 800), running) == 25 - 2

@@ -1,4 +1,4 @@
-"""docs/vllm.md says what the plugin's code says: fields, policies, refusals, metrics."""
+"""docs/vllm.md agrees with the plugin's code: fields, policies, refusals, metrics."""
 
 from __future__ import annotations
 

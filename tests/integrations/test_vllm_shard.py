@@ -52,7 +52,7 @@ def test_every_query_head_finds_its_own_kv_head(size: int, num_kv_heads: int, gr
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("num_kv_heads", [4, 1])
 def test_statistics_follow_their_heads(shared: bool, num_kv_heads: int) -> None:
-    """Every number says whose it is: layer, head and place."""
+    """Every number encodes its layer, head and place."""
     whole = numbered_stats(num_layers=2, num_heads=8, num_kv_heads=num_kv_heads, shared=shared)
     for rank in range(2):
         shard = Shard.of_rank(rank, 2, 8, num_kv_heads)

@@ -1,4 +1,4 @@
-"""Leaps over decode steps change no count; memory of windows is what the formulas say."""
+"""Leaps over decode steps change no count; memory of windows is that of the formulas."""
 
 from __future__ import annotations
 

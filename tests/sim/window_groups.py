@@ -44,7 +44,7 @@ SHAPES: Final = MappingProxyType(
 """In bf16, from their configurations."""
 CONTEXTS: Final = (8192, 32_768, 131_072)
 STEP: Final = 2048
-SPOKEN: Final = 16
+DECODED: Final = 16
 """Tokens of an answer that are computed at once here."""
 AT_ONCE: Final = 4
 ENDLESS: Final = 1 << 20
@@ -150,12 +150,12 @@ class GroupConversations:
         self._token += count
 
     def _step(self, talk: Talk) -> bool:
-        """Compute what is known, or say what comes next. Returns: whether it goes on."""
+        """Compute the known tokens, or append the next ones. Returns: whether it goes on."""
         done = self.memory.table(talk.seq_id).logical_len
         if done == len(talk.tokens):
             if done == talk.end:
                 return False
-            self._append(talk, min(SPOKEN, talk.end - done))
+            self._append(talk, min(DECODED, talk.end - done))
         count = min(STEP, len(talk.tokens) - done)
         self.memory.grow(talk.seq_id, count)
         self.memory.commit(talk.seq_id, count)

@@ -32,7 +32,7 @@ class Answer:
     tokens:        generated ids
     logprobs:      [len(tokens)] float32, of those tokens
     cached_tokens: of the prompt, found in the prefix cache
-    figures:       what the plugin says of the request ({} where it says nothing)
+    figures:       what the plugin reports of the request ({}: nothing)
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""A Qwen2 of two layers, and drafters that nearly say what it says: heads of EAGLE and EAGLE-3, an MTP layer.
+"""A Qwen2 of two layers, and drafters that nearly agree with it: heads of EAGLE and EAGLE-3, an MTP layer.
 
 All of them see the next token and hidden states of the target. Here they look at the token alone, through the
 target's own first layer; the second adds little. Embeddings have an RMS of one, so that norms change nothing.

@@ -139,7 +139,7 @@ def _fill(network: Qwen3ForCausalLM, seed: int) -> None:
 
 
 def _tell_heads_apart(attention: Qwen3Attention, odd: int, kv_heads: int) -> None:
-    """By powers of two that cancel, so that the model says what it would say without."""
+    """By powers of two that cancel, so that the model's logits are the same."""
     if odd:
         attention.q_norm.weight *= KEY_GAIN
         attention.k_norm.weight /= KEY_GAIN

@@ -82,7 +82,7 @@ def check_logprobs(
     model: Path, prompt: Sequence[int], output: Sequence[int], logprobs: Tensor, passes: Sequence[Kept]
 ) -> None:
     """Assert that vLLM's log-probabilities [len(output)] are those with exactly these tokens dropped, and
-    that dropping them matters: the full context says something else by more than 1 on average."""
+    that dropping them matters: those of the full context differ by more than 1 on average."""
     dropped = logprobs_with_drops(model, prompt, output, passes)
     effect = float((dropped - full_logprobs(model, prompt, output)).abs().mean())
     error = float((dropped - logprobs).abs().mean())

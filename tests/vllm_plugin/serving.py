@@ -92,7 +92,7 @@ def _wait(served: Served) -> None:
 
 
 def _free_port() -> int:
-    """One that no socket is given for a minute, unless it asks for just this one as servers do: a connection
+    """A port that the kernel gives no socket for a minute, unless bind() names it as servers do: a connection
     to it has been closed by its own end. vLLM takes it first thing, before it loads a model."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = int(listener.getsockname()[1])

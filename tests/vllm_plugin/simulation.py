@@ -150,7 +150,7 @@ class World:
             self.check_message(getattr(output, "kvreclaim", None))
             started = [data.req_id for data in output.scheduled_new_reqs]
             for name in (*started, *output.scheduled_cached_reqs.resumed_req_ids):
-                # A reset drops what was in flight: vLLM tells the worker again which tokens there are.
+                # A reset drops what was in flight: vLLM sends the worker its tokens again.
                 self.worker.tokens[name] = list(self.requests[name].all_token_ids)
                 self.worker.chains.pop(name, None)
             news = getattr(output, "kvreclaim_snapshots", None)
@@ -228,7 +228,7 @@ class World:
                 )
 
     def check_empty(self) -> None:
-        """Nothing is left of anybody."""
+        """Assert that nothing is left of any request."""
         assert not any(each.req_to_blocks for each in self.managers)
         assert not self.scheduler.requests
         assert self.used == 0

@@ -72,8 +72,8 @@ def test_logprobs_in_process(engine: Engine, tiny_model: Path) -> None:
 
 def test_requests_that_stop_unforeseen(engine: Engine, tiny_model: Path) -> None:
     """A stop token is seen when the next step is planned already, here with a pass for that very request: its
-    blocks come back, and who takes them says what it would say alone. Every other request is made to stop
-    there."""
+    blocks come back, and a request that takes them gets the answer it gets alone. Every other request is
+    made to stop there."""
     length, due = 100, SETTINGS["budget"] + SETTINGS["interval"]
     last = due - length + 1  # the token that makes its request due
     prompts, later = random_prompts([length] * 10, seed=7), random_prompts((500, 480, 460), seed=8)
@@ -100,7 +100,7 @@ def test_requests_that_stop_unforeseen(engine: Engine, tiny_model: Path) -> None
 
 
 def test_the_same_as_synchronous(engine: Engine, alone: tuple[list[int], Answer, list[Kept]]) -> None:
-    """A request alone is compressed at the same places, and says exactly the same."""
+    """A request alone is compressed at the same places, and gets exactly the same tokens."""
     prompt, expected, expected_passes = alone
     with engine.traced() as trace:
         [answer] = engine.generate([prompt], OUTPUT)

@@ -1,6 +1,6 @@
 """Attention over cells by vLLM's own kernels, in every layout that vLLM allocates: on CPUs the kernel itself,
 for GPUs Triton's under its interpreter (in float32: it takes the bits of bf16 for integers), and
-FlashAttention's call by a stand-in that does what it says."""
+FlashAttention's call by a stand-in that computes the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a compressed request says in vLLM is what transformers says with exactly the same tokens dropped."""
+"""Log-probabilities of a compressed request in vLLM: those of transformers with the same tokens dropped."""
 
 from __future__ import annotations
 

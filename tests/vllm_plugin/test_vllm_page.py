@@ -246,7 +246,7 @@ def test_a_server_shows_its_pool_in_the_process_of_its_scheduler(server: Served)
     assert '"cmpl-' in words  # ids, and nothing of the prompts
 
 
-def test_the_metrics_of_the_dashboard_are_there(server: Served) -> None:
+def test_what_the_dashboard_asks_for_is_there(server: Served) -> None:
     complete(server, max_tokens=100)
     with urlopen(f"{server.url}/metrics", timeout=LIMIT_S) as page:
         samples = [line for line in page.read().decode().splitlines() if not line.startswith("#")]

@@ -22,7 +22,7 @@ def make_engine(model: Path, compression: dict[str, Any] | None, **more: Any) ->
 
 @pytest.fixture(scope="module")
 def plain(tiny_model: Path) -> dict[str, Answer]:
-    """What vLLM alone says to the prompts of the siblings, each behind the one that they share blocks with:
+    """Answers of vLLM alone to the prompts of the siblings, each behind the one that they share blocks with:
     on some CPUs the last bits depend on how many tokens are computed at once."""
     engine = make_engine(tiny_model, None)
     answers = {}

@@ -1,4 +1,4 @@
-"""Recurrent layers beside attention: what the configuration says of them, and what does not compose. No
+"""Recurrent layers beside attention: how the configuration names them, and what does not compose. No
 engine."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one request may say about its own compression, against an engine that knows nothing of the plugin."""
+"""Settings of one request's own compression, against an engine without the plugin."""
 
 from __future__ import annotations
 
@@ -172,12 +172,12 @@ class TestOptIn:
     def engine(self, started: Engine) -> Engine:
         return emptied(started)
 
-    def test_other_requests_are_left_alone(self, engine: Engine, plain: Answer) -> None:
+    def test_who_does_not_ask_is_left_alone(self, engine: Engine, plain: Answer) -> None:
         answer = one(engine)
         assert same(answer, plain)
         assert answer.figures == {}
 
-    def test_on_means_the_engines_settings(self, engine: Engine) -> None:
+    def test_who_asks_gets_the_engines_settings(self, engine: Engine) -> None:
         usual = one(engine, "on")
         assert usual.figures["compactions"] > 1
         engine = emptied(engine)

@@ -50,8 +50,8 @@ def test_a_conversation_computes_each_token_once(
 @RUNNERS
 @pytest.mark.parametrize("seed", range(4))
 def test_random_conversations(model: Path, asynchronous: bool, v2: bool, seed: int) -> None:
-    """Many at once in a pool that runs out of blocks, with aborts, resets and other settings: whoever begins
-    with a snapshot finds exactly what was kept of its own tokens, and no block is lost."""
+    """Many at once in a pool that runs out of blocks, with aborts, resets and other settings: a request
+    that begins with a snapshot finds exactly what was kept of its own tokens, and no block is lost."""
     random = Random(seed)
     world = make_world(
         model,

@@ -42,7 +42,7 @@ def check(model: Path, text: list[int], answer: Answer, passes: list[Kept]) -> N
 
 
 def before(passes: list[Kept], num_tokens: int) -> list[Kept]:
-    """The passes as one sees them who computes again what comes after so many tokens."""
+    """The passes as seen by a request that computes again what comes after so many tokens."""
     last = passes[-1]
     if last.num_computed <= num_tokens:
         return passes

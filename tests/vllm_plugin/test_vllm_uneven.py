@@ -46,7 +46,7 @@ LEARNT: dict[str, dict[str, Any]] = {
 def engines(
     tiny_model: Path, tiny_stats: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engines]:
-    """Static shares of a random model's heads say nothing of them: statistics whose shares are given."""
+    """Statistics whose static shares are given: those of a random model mean nothing."""
     stats = QueryStats.load(tiny_stats)
     assert stats.head_shares is not None
     shares = torch.full_like(stats.head_shares, 0.1)
@@ -97,7 +97,7 @@ WALKED: tuple[Any, ...] = (
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_random_walk(engines: Engines, tiny_model: Path, seed: int) -> None:
     """Requests of every kind that share heads of their prompts come, run beside each other, and are aborted;
-    who ends says what transformers says with its own tokens dropped."""
+    the finished ones have the log-probabilities of transformers with the same tokens dropped."""
     engine, rng = engines.having("shares(query_mixture)"), Random(seed)
     heads = random_prompts([320, 500], seed=seed)
     prompts: dict[str, list[int]] = {}

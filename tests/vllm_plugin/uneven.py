@@ -34,7 +34,7 @@ def is_uneven(passes: list[Kept]) -> bool:
 def check_mixed(
     engine: Engine, model: Path, seed: int, lengths: tuple[int, ...] = (600, 450, 300, 400)
 ) -> None:
-    """One request of each of MIXED, at once: each says what transformers says with its own tokens dropped."""
+    """One request of each of MIXED, at once: each agrees with transformers with its own tokens dropped."""
     prompts = random_prompts(lengths, seed=seed)
     with engine.traced() as trace:
         names = [
