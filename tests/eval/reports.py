@@ -1,4 +1,4 @@
-"""What stands above the rows of a report."""
+"""The header of a report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvreclaim.eval.report import ReportHeader
 
 
 def header(**fields: Any) -> ReportHeader:
-    """Of a run on a CPU, with these fields instead of its own."""
+    """The header of a run on a CPU, with these fields instead of its own."""
     own = {
         "command": "kvreclaim eval",
         "version": "0",

@@ -34,7 +34,7 @@ def llm(tiny_dir):
 
 @dataclass
 class Chain:
-    """Each prompt is the one before with its answer and more."""
+    """A chain of prompts: each is the one before with its answer and more."""
 
     llm: LLM
     tokens: list[int]

@@ -149,7 +149,7 @@ def test_one_observer_for_each_prompt(llm):
 
 @pytest.mark.parametrize("task", ["agreement", "perplexity"])
 def test_a_text_of_unknown_words_is_refused(tmp_path, tiny_dir, task):
-    """Every token of it is the unknown one, and any policy agrees with the full cache on these."""
+    """Every token of such a text is the unknown one, and any policy agrees with the full cache on these."""
     llm = LLM(tiny_dir("llama"), device="cpu", num_blocks=40)
     tokenizer = llm.tokenizer
     tokenizer.unk_token = tokenizer.convert_ids_to_tokens(tokenizer.encode("x")[-1])

@@ -217,7 +217,7 @@ def stats_files(llm, tmp_path_factory) -> list[Path]:
 
 
 def test_keys_are_centred_by_the_plans_statistics(llm, stats_files, tmp_path):
-    """In the first format and in the others, as in an engine with a compression that names the file."""
+    """The first format and the others centre keys like an engine whose compression names the file."""
     first, second = stats_files
     served = llm.sibling(stats=second, kv_cache_dtype="int4")
     for own in (llm.sibling(kv_cache_dtype="int4"), llm.sibling(stats=first, kv_cache_dtype="int4"), llm):
@@ -248,7 +248,7 @@ def test_the_commands_engine_has_the_plans_key_transform(model, llm, stats_files
 
 
 def test_auto_is_measured_in_the_format_that_would_be_served(model, llm, stats_files, tmp_path):
-    """At each share its own, next to the full cache in the model's dtype; named formats are kept."""
+    """Each share has its own format, next to the full cache in the model's dtype; named formats are kept."""
     score = {"once": 1.0, "once_right": 0.5}
     forms = {("auto", 0.2): 2.0, ("int4", 0.2): 1.5, ("auto", 0.1): 2.0, ("int8", 0.1): 1.5}
     trial = Trial(

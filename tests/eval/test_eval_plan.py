@@ -1,4 +1,4 @@
-"""What is compared is checked before anything runs."""
+"""Plans of comparisons are checked before anything runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What formats promise, on the model that ships with the project: tokens in a pool, and answers kept."""
+"""Promises of formats, on the model that ships with the project: tokens in a pool, and answers kept."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def tasks(llm):
 
 
 def prepared(real_dir, folder, name):
-    """What the package's own command writes."""
+    """Rows that the package's own command writes."""
     script = Path(ruler.__path__[0]) / "data" / "prepare.py"
     options = {"save_dir": folder, "task": name, "tokenizer_path": real_dir, "tokenizer_type": "hf"}
     options |= {"max_seq_length": 1024, "num_samples": 3}

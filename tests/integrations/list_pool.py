@@ -14,8 +14,8 @@ from kvreclaim.memory import CompactionPlan, Shrunk, TableState
 
 @dataclass
 class FakeRequest:
-    """As the ledger sees one. slots: of each live slot, whether it holds a prompt token; drawn: output tokens
-    before a preemption, which are computed again."""
+    """A request as the ledger sees it. slots: of each live slot, whether it holds a prompt token; drawn:
+    output tokens before a preemption, which are computed again."""
 
     request_id: str
     num_prompt_tokens: int

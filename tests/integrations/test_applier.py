@@ -56,7 +56,7 @@ def make_applier(views: CacheViews, settings: CompressionConfig = SETTINGS) -> t
 
 
 def chosen(book: Book, num_tokens: int, keep: int) -> Tensor:
-    """What the policy keeps of a request that has never been compressed."""
+    """Tokens that the policy keeps of a request that has never been compressed."""
     compressor = Compressor(SETTINGS, make_facts())
     return compressor.choose(lambda n: DenseSource(*book.tokens[n]), num_tokens, 0, num_tokens, keep=keep)
 

@@ -31,7 +31,7 @@ def test_every_order_is_found_and_proved(make: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("make", WRITERS)
 @pytest.mark.parametrize("target", [(5, 2), (2, 5), (7, 4), (3, 8)], ids=str)
 def test_survivors_move_and_nothing_else(make: str, target: tuple[int, ...]) -> None:
-    """Also where targets are sources, in any order."""
+    """Targets may be sources, in any order."""
     layers = make_layers(make)
     views = CacheViews(layers, B)
     book, source = Book.write(layers, (5, 2, 7, 4), 27), (5, 2, 7, 4)

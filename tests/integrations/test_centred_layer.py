@@ -123,7 +123,7 @@ def test_buffers_are_of_the_module_and_no_weights() -> None:
 
 @pytest.mark.parametrize("make", ["plain", "paired"])
 def test_policies_read_the_models_keys(make: str) -> None:
-    """Of whole layers and of one head; values, moves and the raw views know nothing of it."""
+    """Keys of whole layers and of one head; values, moves and the raw views are untouched."""
     layers = make_layers(make)
     plain = CacheViews(layers, B)
     blocks, generator = (5, 2, 7), torch.Generator().manual_seed(2)

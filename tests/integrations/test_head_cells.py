@@ -43,7 +43,7 @@ def make_layers(make: str, alternating: bool) -> list[VllmLayerCache]:
 
 
 class Request:
-    """What one request ought to hold, in lists, and where its tokens lie by the host's table."""
+    """The expected tokens of one request, in lists, and where its tokens lie by the host's table."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -86,7 +86,7 @@ class Walk:
         request.computed += count
 
     def compress(self, requests: list[Request], rng: random.Random) -> None:
-        """All in one step."""
+        """Compress all of them in one step."""
         passes = [self.plan(request, rng) for request in requests]
         step = output(*passes)
         step.kvreclaim = StepMessage(tuple(passes), {one.seq_id: self.settings for one in passes})
@@ -149,7 +149,7 @@ class Walk:
         return len(due)
 
     def check(self, order: list[Request]) -> None:
-        """Every head of every request, through the tables of a step with one query each."""
+        """Compare every head of every request, through the tables of a step with one query each."""
         self.heads.announce([request.name for request in order], [request.length for request in order])
         width = max(len(request.blocks) for request in order)
         table = torch.zeros(len(order), width, dtype=torch.int32)

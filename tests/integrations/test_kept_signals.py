@@ -1,4 +1,4 @@
-"""What hooks keep: scores lie beside the slots of any cache and move with them; queries by request."""
+"""Signals kept by hooks: scores lie beside the slots of any cache and move with them; queries by request."""
 
 from __future__ import annotations
 

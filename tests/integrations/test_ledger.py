@@ -142,7 +142,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return settings
 
     def survivors(self, done: Pass[str], slots: list[bool]) -> list[bool]:
-        """What a worker keeps: sinks and recent slots, then a protected prompt, then others."""
+        """Slots that a worker keeps: sinks and recent slots, then a protected prompt, then others."""
         own = self.settings_of(done)
         edge = len(slots) - own.recent
         rank = [

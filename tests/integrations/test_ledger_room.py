@@ -22,7 +22,7 @@ from kvreclaim.integrations.vllm.settings.speculation import Drafts
 
 
 def room(ledger: Ledger, newcomer: FakeRequest, running: Sequence[FakeRequest]) -> int | None:
-    """In a step of its own, in which no request is due."""
+    """The room in a step of its own, in which no request is due."""
     assert ledger.compress(running) == []
     return ledger.room(newcomer, running)
 
@@ -86,7 +86,7 @@ def test_room_keeps_a_prompt_under_way_its_peak() -> None:
 
 
 def test_room_keeps_the_peak_of_a_preempted_request_that_is_computed_again() -> None:
-    """It is past its prompt, and still takes whole chunks."""
+    """Such a request is past its prompt, and still takes whole chunks."""
     ledger = make_ledger()
     back = computed(ledger, "back", 100, 320)
     back.drawn = 700
@@ -110,7 +110,7 @@ PROMPT, END = 300, 700
 
 
 @dataclass
-class Speaker(FakeRequest):
+class DecodingRequest(FakeRequest):
     """known: tokens whose ids the scheduler has."""
 
     known: int = 0
@@ -121,10 +121,10 @@ class Speaker(FakeRequest):
 
 
 def lengths_of_passes(num_drafts: int, accepted: Sequence[int], ahead: bool, interval: int) -> list[int]:
-    """As vLLM schedules one request. accepted: of the drafts of each step, in turns, as far as there are."""
+    """Lengths at a request's passes in vLLM's schedule. accepted: drafts of each step, in turns, if any."""
     ledger = make_ledger(interval=interval)
     ledger.drafts = Drafts(3 * num_drafts, ahead)
-    request = Speaker("r", PROMPT, num_computed_tokens=PROMPT, known=PROMPT + 1)
+    request = DecodingRequest("r", PROMPT, num_computed_tokens=PROMPT, known=PROMPT + 1)
     assert ledger.pool.grow("r", PROMPT)
     in_flight: list[int] = []
     lengths, num_steps = [], 0

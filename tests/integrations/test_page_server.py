@@ -38,7 +38,7 @@ def get(page: PageServer, path: str, method: str = "GET", **headers: str) -> htt
 
 
 def step(page: PageServer, *passes: Any) -> None:
-    """What the scheduler's thread does in a step."""
+    """The calls of the scheduler's thread in a step."""
     page.recorder.begin_step()
     page.recorder.passed(passes)
     page.recorder.end_step()
@@ -84,7 +84,7 @@ def test_a_foreign_name_is_refused(page: PageServer) -> None:
 
 
 def raw(page: PageServer, data: bytes) -> bytes:
-    """What comes back until the end."""
+    """Read the response to its end."""
     with socket.create_connection(("127.0.0.1", int(page.url.split(":")[2][:-1])), timeout=LIMIT_S) as client:
         client.sendall(data)
         return b"".join(iter(lambda: client.recv(4096), b""))
@@ -125,7 +125,7 @@ def test_an_idle_pool_is_shown_without_a_step(page: PageServer, pool: ToyPool) -
 
 
 def test_while_requests_run_the_scheduler_reads(page: PageServer, pool: ToyPool) -> None:
-    """Once for each frame that the page asks for; not at all while no viewer watches."""
+    """The scheduler reads once for each frame that the page wants; not at all while no viewer watches."""
     pool.idle = False
     for _ in range(5):
         step(page)

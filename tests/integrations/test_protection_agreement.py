@@ -58,7 +58,7 @@ class Worker:
 def test_a_protected_prompt_leads_by_as_many_slots_as_the_scheduler_counts(
     data, size: int, lengths: tuple[int, int, int, int], prompt: int, policy: str
 ) -> None:
-    """Over chunks of the prompt, decoding, and pass after pass."""
+    """The counts agree over chunks of the prompt, decoding, and pass after pass."""
     sinks, recent, over, interval = lengths
     fields = {"sinks": sinks, "recent": recent, "budget": sinks + recent + over, "interval": interval}
     options = Options.read(fields | {"policy": policy, "protect_prompt": True}, "the test")

@@ -23,7 +23,7 @@ HEADINGS = dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | 
 
 
 def names(text: str) -> set[str]:
-    """What stands in backticks in the first cell of each row of a table."""
+    """The names in backticks in the first cell of each row of a table."""
     rows = re.findall(r"^\| (.*?) \|", text, re.MULTILINE)
     return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
 

@@ -41,7 +41,7 @@ def read(**fields: Any) -> Options:
 
 
 def budget_of(options: Options, wanted: Any, num_tokens: int) -> int | None:
-    """What the scheduler comes to; None: everything stays."""
+    """The budget that the scheduler computes; None: everything stays."""
     extra = None if wanted is None else {KEY: wanted}
     found = options.of_prompt(options.of_request(extra), num_tokens, SIZE)
     ledger = Ledger(options, ListPool(8, SIZE), SIZE, 2048)
@@ -53,7 +53,7 @@ def budget_of(options: Options, wanted: Any, num_tokens: int) -> int | None:
 @pytest.mark.parametrize("content", [None, "prose", "lookups"])
 @pytest.mark.parametrize("max_loss", [0.01, 0.04, 0.05])
 def test_the_budget_is_the_curves_in_whole_blocks(file, num_tokens, content, max_loss) -> None:
-    """Of the engine, in another process too, and of a request, which may take its place."""
+    """The engine's loss holds, in another process too; a request's own may take its place."""
     promised = CURVE.promised("auto", max_loss, num_tokens, content)
     expected = None if promised is None else -(-promised // SIZE) * SIZE
     own = read(max_loss=max_loss, content=content, stats=file)

@@ -43,7 +43,7 @@ TEMPLATES = {
 
 
 class Renderer:
-    """What chat_side uses of vLLM's renderers. as_tokens: the template's text comes as token ids"""
+    """The part of vLLM's renderers that chat_side uses. as_tokens: the template's text comes as token ids"""
 
     def __init__(self, loaded: Any, *, as_tokens: bool = False, compressed: bool = True) -> None:
         self.loaded, self.as_tokens = loaded, as_tokens

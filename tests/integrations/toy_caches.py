@@ -67,7 +67,7 @@ def make_layers(make: str, dtype: torch.dtype = torch.float32) -> list[VllmLayer
 
 @dataclass
 class Book:
-    """What a request's tokens ought to be: keys and values by layer, [K, T, D]."""
+    """The expected tokens of a request: keys and values by layer, [K, T, D]."""
 
     tokens: list[tuple[Tensor, Tensor]]
 

@@ -68,7 +68,7 @@ def random_load(random: Random, count: int) -> Load:
 
 
 def serve(load: Load, directory: Path, policy: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What the engine counts."""
+    """Serve the load with the engine. Returns: its counts."""
     llm = LLM(directory, dtype="float32", device="cpu", spread_compression=False, **options)
     engine, settings = llm.engine, POLICIES[policy]
     compressor = None if settings is None else llm.compressor(CompressionConfig(policy, **settings))
@@ -238,7 +238,7 @@ def test_states_go_to_the_host_and_come_back(mode: str, on_host: int, tiny_dir) 
 
 
 def test_the_loads_share_and_preempt(tiny_dir) -> None:
-    """Of the loads above, by the simulator alone, which is equal."""
+    """Totals of the loads above, by the simulator alone, which is equal."""
     total: Counter[str] = Counter()
     for policy in POLICIES:
         for seed in range(3):

@@ -102,7 +102,7 @@ def test_layers_are_put_into_groups_of_as_many_as_have_full_attention():
 
 
 def test_conversations_hit_what_they_would_in_a_pool_without_end():
-    """Where windows that have been left go behind everything else that is cached, as elsewhere, hits fall."""
+    """Hits fall where windows that have been left go behind everything else that is cached, as elsewhere."""
     rows = hit_rows(GroupsPlan(conversations=12, turns=3, question=100, answer=4000), occupancies=(0.9,))
     assert {row["model"] for row in rows} == {"gpt-oss-20b", "gemma-3-4b"}
     assert all(row["most"] > 50_000 for row in rows)

@@ -30,7 +30,7 @@ def test_no_cold_request_waits_much_longer_and_hardly_more_is_computed() -> None
 
 
 def test_longest_prefix_first_starves_the_cold_ones() -> None:
-    """So the bound is one that an order without aging misses."""
+    """An order without aging misses the bound of the test above."""
     assert of("templates", LPM)["cold_p99_s"] > 1.5 * of("templates", "fcfs")["cold_p99_s"]
 
 

@@ -1,4 +1,4 @@
-"""What is read from files, and what is drawn."""
+"""Traces that are read from files, and traces that are drawn."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ ENGINE = Settings(
 
 
 def errors(cost: Linear) -> dict[str, float]:
-    """Of the means over all requests, relative."""
+    """Relative errors of the means over all requests."""
     log = read_log(DATA)
     records = simulate_log([each.request for each in log], ENGINE, cost)
     found = {}

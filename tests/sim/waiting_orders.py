@@ -1,4 +1,4 @@
-"""What the order of waiting requests does to first tokens and to work: traces through the engine's own
+"""Effects of the order of waiting requests on first tokens and on work: traces through the engine's own
 scheduler and memory manager, under each policy."""
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ def _copies(plan: OrderPlan, cost: Linear) -> OrderCase:
 
 
 def ratios(rows: list[Row]) -> list[Row]:
-    """For each trace the policy cache over fcfs (99th percentile of cold first tokens), and over lpm (prompt
-    tokens computed)."""
+    """Ratios by trace: the policy cache over fcfs (99th percentile of cold first tokens), and over lpm
+    (prompt tokens computed)."""
     found = []
     for name in dict.fromkeys(row["trace"] for row in rows):
         of = {row["way"]: row for row in rows if row["trace"] == name}

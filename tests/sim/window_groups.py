@@ -1,4 +1,4 @@
-"""What tables of their own save for layers with sliding windows, and what conversations still hit: the
+"""Savings of tables of their own for layers with sliding windows, and hits of conversations: the
 engine's memory manager alone, in integers."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SHAPES: Final = MappingProxyType(
         "llama-4-scout": GroupShape(48, 4, ChunkedWindow(8192), 2 * 8 * 128 * 2),
     }
 )
-"""In bf16, from their configurations."""
+"""Shapes in bf16, from the models' configurations."""
 CONTEXTS: Final = (8192, 32_768, 131_072)
 STEP: Final = 2048
 DECODED: Final = 16
@@ -103,7 +103,7 @@ class Talk:
 
 @dataclass(slots=True)
 class GroupConversations:
-    """All of them over one memory, AT_ONCE at a time."""
+    """All conversations over one memory, AT_ONCE at a time."""
 
     plan: GroupsPlan
     memory: MemoryManager

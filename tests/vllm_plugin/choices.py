@@ -1,4 +1,4 @@
-"""What our own engine's compressors would keep of a request, pass by pass: from transformers' queries, keys,
+"""Tokens that our own engine's compressors keep of a request, pass by pass: from transformers' queries, keys,
 values and hidden states in fp32, with the tokens dropped that vLLM has dropped before.
 
 >>> text = watched(directory, prompt, answer.tokens, passes)
@@ -30,8 +30,8 @@ SEEN = "kvreclaim_seen"
 
 @dataclass(slots=True)
 class Layer:
-    """Of a whole text: queries [H, T, D] and keys [K, T, D], rotated, values [K, T, D]; hidden: [T, M], what
-    the layer was given."""
+    """Signals of a whole text: queries [H, T, D] and keys [K, T, D], rotated, values [K, T, D]; hidden:
+    [T, M], the layer's input."""
 
     queries: Tensor
     keys: Tensor
@@ -89,7 +89,7 @@ def check_choices(
 
 
 class _PassInputs:
-    """What a compressor sees in one pass. alive: positions of each layer and head."""
+    """Inputs of a compressor in one pass. alive: positions of each layer and head."""
 
     def __init__(
         self, text: list[Layer], compressor: Compressor, alive: list[list[Tensor]], end: int, first: bool

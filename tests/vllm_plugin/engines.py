@@ -44,7 +44,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Watch:
-    """What was seen after each step of Engine.run, oldest first; preemptions is their sum.
+    """Figures after each step of Engine.run, oldest first; preemptions is their sum.
 
     running, waiting: requests
     used:             blocks of the pool that are not free (the null block not counted)
@@ -163,7 +163,7 @@ class Engine:
         return name
 
     def step(self) -> None:
-        """One engine step; what ends in it is kept for answer."""
+        """Run one engine step; requests that end in it are kept for answer."""
         for output in self.engine.step():
             if output.finished:
                 self._finished[output.request_id] = output
@@ -194,7 +194,7 @@ class Engine:
             self.step()
 
     def answer(self, name: str) -> Answer:
-        """What a finished request came to; once."""
+        """Take the answer of a finished request; once."""
         output = self._finished.pop(name)
         [completion] = output.outputs
         tokens = list(completion.token_ids)
@@ -205,13 +205,13 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, *, settings: Any = None
     ) -> list[Answer]:
-        """All prompts at once to their ends; settings as in add(), for each of them."""
+        """Run all prompts at once to their ends; settings as in add(), for each of them."""
         names = [self.add(prompt, max_tokens, settings=settings) for prompt in prompts]
         self.finish()
         return [self.answer(name) for name in names]
 
     def chat(self, messages: list[dict[str, Any]], max_tokens: int, *, settings: Any = None) -> Answer:
-        """One conversation to its end, by way of vLLM's own chat; settings as in add()."""
+        """Run one conversation to its end, by way of vLLM's own chat; settings as in add()."""
         [output] = self.llm.chat(messages, greedy(max_tokens, settings), use_tqdm=False)
         self._finished[output.request_id] = output
         return self.answer(output.request_id)

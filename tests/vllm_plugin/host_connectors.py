@@ -56,7 +56,7 @@ def host_copies() -> Iterator[None]:
 
 
 def stored(engine: Any) -> Stored:
-    """What the engine's connectors hold by name of the connector; nothing is left under way."""
+    """Blocks of the engine's connectors, by name of the connector; no transfer is left under way."""
     while engine.scheduler.has_requests():
         engine.step()
     found: Stored = {}
@@ -104,7 +104,7 @@ def counted_loads(engine: Any) -> Iterator[Counter[str]]:
 
 
 class NoStream:
-    """In place of torch.cuda.Stream."""
+    """Stands in for torch.cuda.Stream."""
 
     def __init__(self, priority: int) -> None: ...
 
@@ -128,7 +128,7 @@ class HostSimpleWorker(simple_worker.SimpleCPUOffloadWorker):
 
 
 class LateCopies:
-    """In place of DmaCopyBackend."""
+    """Stands in for DmaCopyBackend."""
 
     def init(self, gpu_caches: Any, cpu_caches: Any, *_: Any) -> None:
         self.pairs = [(gpu_caches[name], cpu_caches[name]) for name in gpu_caches]
@@ -147,7 +147,7 @@ class LateCopies:
 
 @dataclass(slots=True)
 class LateCopy:
-    """In place of the torch.Event behind a copy."""
+    """Stands in for the torch.Event behind a copy."""
 
     pairs: list[tuple[torch.Tensor, torch.Tensor]]
     sources: list[int]

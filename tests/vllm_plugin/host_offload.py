@@ -26,7 +26,7 @@ def offloading(**more: Any) -> dict[str, Any]:
 
 
 def worker_of(scheduler: Any, worker: Any) -> HostWorker:
-    """Of an OffloadingConnector, in the scheduler and in the worker."""
+    """The offloading worker of an OffloadingConnector, by its sides in the scheduler and in the worker."""
     found: HostWorker = worker.connector_worker.worker
     found.places = scheduler.connector_scheduler.manager.places
     return found
@@ -79,7 +79,7 @@ class HostWorker(OffloadingWorker):
             self._run(job_id)
 
     def stored(self) -> dict[Any, torch.Tensor]:
-        """By key; nothing is left under way."""
+        """Stored blocks by key; no transfer is left under way."""
         self.wait(set(self.pending))
         return {key: torch.cat([host[place] for host in self.host]) for key, place in self.places.items()}
 

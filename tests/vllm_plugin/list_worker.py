@@ -128,7 +128,7 @@ class ListWorker:
         return ModelRunnerOutput(ids, {name: row for row, name in enumerate(ids)}, sampled)
 
     def full_state(self, request_id: str, place: int) -> State:
-        """Of a token computed over its whole context, which names it."""
+        """State of a token computed over its whole context, which names it."""
         chain = self.chains.setdefault(request_id, [0])
         while len(chain) < place + 2:
             chain.append(hash((chain[-1], self.tokens[request_id][len(chain) - 1])))
@@ -147,7 +147,7 @@ class ListWorker:
 
 
 class GroupWorker(ListWorker):
-    """One whose requests have tables in other groups as well."""
+    """A worker whose requests have tables in other groups as well."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -171,7 +171,7 @@ class GroupWorker(ListWorker):
         return super().execute(output)
 
     def compute(self, request_id: str, count: int) -> None:
-        """What another group sees is what it would see without compression."""
+        """Compute as usual; another group sees what it would see without compression."""
         row = self.rows[request_id]
         history = self.history.setdefault(request_id, list(row.states))
         start = row.num_computed

@@ -30,15 +30,15 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-# What makes attention matter while bf16 does not: logits of about GAIN^2 spread the attention over many keys
-# without leaving it flat; attention adds three times what the residual stream holds, the MLP half of it.
+# Gains that make attention matter while bf16 does not: logits of about GAIN^2 spread the attention over many
+# keys without leaving it flat; attention adds three times what the residual stream holds, the MLP half of it.
 QUERY_KEY_GAIN = 1.4
 ATTENTION_GAIN = 3.0
 MLP_GAIN = 0.5
 HEAD_GAIN = 1.5
 EMBEDDING_STD = 0.1
-# What makes heads unequal by construction, whatever the CPU: keys of every other layer are 1 / KEY_GAIN as
-# long, values of every other head VALUE_GAIN times, and queries and outputs take it back, to the last bit.
+# Gains that make heads unequal by construction, whatever the CPU: keys of every other layer are 1 / KEY_GAIN
+# as long, values of every other head VALUE_GAIN times, and queries and outputs take it back, to the last bit.
 KEY_GAIN = 2.0
 VALUE_GAIN = 16.0
 
@@ -139,7 +139,7 @@ def _fill(network: Qwen3ForCausalLM, seed: int) -> None:
 
 
 def _tell_heads_apart(attention: Qwen3Attention, odd: int, kv_heads: int) -> None:
-    """By powers of two that cancel, so that the model's logits are the same."""
+    """Scale heads by powers of two that cancel, so that the model's logits are the same."""
     if odd:
         attention.q_norm.weight *= KEY_GAIN
         attention.k_norm.weight /= KEY_GAIN

@@ -25,7 +25,7 @@ BF16 = 0.03
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What one pass kept.
+    """Tokens that one pass kept.
 
     num_computed: tokens computed when it was made, evicted ones included: the position of the next query
     positions:    [L, R, most] integers, the positions kept, -1 behind those of a head that keeps fewer; R KV

@@ -40,7 +40,7 @@ def make_request(name: str, prompt: list[int], max_tokens: int) -> Any:
 
 
 def history(model: Path, seed: int, *, asynchronous: bool = False, steps: int = 300) -> list[Step]:
-    """What the scheduler decided in each step of random requests with shared prefixes, aborts and resets."""
+    """Decisions of the scheduler in each step of random requests with shared prefixes, aborts and resets."""
     rng = random.Random(seed)
     scheduler = scheduler_of(model, asynchronous=asynchronous)
     prefixes = [[rng.randrange(END) for _ in range(100)] for _ in range(3)]
@@ -89,7 +89,7 @@ def _step(scheduler: Any, rng: random.Random) -> Step:
 
 
 def _decided(output: Any) -> Step:
-    """Of a SchedulerOutput, all that depends on blocks; every attribute's name."""
+    """All of a SchedulerOutput that depends on blocks; every attribute's name."""
     cached = output.scheduled_cached_reqs
     return {
         "scheduled": dict(output.num_scheduled_tokens),

@@ -193,7 +193,7 @@ class World:
         return [block.block_id for block in self.tables.req_to_blocks.get(name, ()) if not block.is_null]
 
     def check_message(self, message: Any) -> None:
-        """What is about to be written belongs to one request and is in no index."""
+        """Assert that each block to be written belongs to one request and is in no index."""
         assert message is None or message.passes, "a message without a pass"
         seen: set[int] = set()
         for done in message.passes if message else ():
@@ -208,7 +208,7 @@ class World:
                 seen.add(block_id)
 
     def check_pool(self) -> None:
-        """Every block is free, or counted by exactly the tables that hold it."""
+        """Assert that every block is free, or counted by exactly the tables that hold it."""
         counts = [0] * self.pool.num_gpu_blocks
         for blocks in (table for each in self.managers for table in each.req_to_blocks.values()):
             held = [block.block_id for block in blocks if not block.is_null]

@@ -25,7 +25,7 @@ G, S, SCALE = 2, 16, 0.11
 
 
 def spec_of(dtype: str) -> Any:
-    """As vLLM makes it for a layer with this KV dtype."""
+    """The spec that vLLM makes for a layer with this KV dtype."""
     backend = TurboQuantAttentionBackend if dtype in TURBOQUANT else TritonAttentionBackend
     mode, stored = get_kv_quant_mode(dtype), STR_DTYPE_TO_TORCH_DTYPE[dtype]
     plain = FullAttentionSpec(block_size=S, num_kv_heads=K, head_size=D, dtype=stored, kv_quant_mode=mode)
@@ -33,7 +33,7 @@ def spec_of(dtype: str) -> Any:
 
 
 def layers_of(dtype: str, layout: KVCacheLayout) -> list[Any]:
-    """What attention.py reads of Attention layers, around vLLM's own implementations."""
+    """Attention layers as attention.py reads them, around vLLM's own implementations."""
     return [
         SimpleNamespace(
             layer_name=f"layer.{n}",
@@ -64,7 +64,7 @@ def impl_of(dtype: str) -> Any:
 
 
 def attend(layer: Any, queries: Tensor, blocks: list[int], num_tokens: int) -> Tensor:
-    """What one token [H, D] sees of these blocks, by vLLM's kernel over the cache as it is."""
+    """Output of one token's [H, D] attention to these blocks, by vLLM's kernel over the cache as it is."""
     table = torch.tensor([blocks], dtype=torch.int32)
     lengths = torch.tensor([num_tokens], dtype=torch.int32)
     if layer.kv_cache_dtype in TURBOQUANT:

@@ -41,7 +41,7 @@ def alone(tiny_model: Path, tiny_stats: Path) -> tuple[list[int], Answer, list[K
 
 @pytest.fixture(scope="module")
 def engine(alone: Any, tiny_model: Path, tiny_stats: Path) -> Iterator[Engine]:
-    """In this process, after that of `alone` is gone."""
+    """An engine in this process, after that of `alone` is gone."""
     engine = Engine(tiny_model, compression=compression(tiny_stats), asynchronous=True)
     assert engine.core.batch_queue_size == 2
     yield engine

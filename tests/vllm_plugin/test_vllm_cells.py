@@ -140,7 +140,7 @@ def test_triton_with_a_softcap() -> None:
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, out: Tensor, **call: Any) -> None:
-    """What flash_attn_varlen_func does with a block table, causal: K [blocks, S, heads, D]."""
+    """Computes what flash_attn_varlen_func does with a block table, causal: K [blocks, S, heads, D]."""
     assert set(call) == {
         *("cu_seqlens_q", "max_seqlen_q", "seqused_k", "max_seqlen_k", "softmax_scale", "causal"),
         *("window_size", "block_table", "softcap", "fa_version", "q_descale", "k_descale", "v_descale"),
@@ -182,7 +182,7 @@ def flash_impl(grid: CellGrid, index: int) -> Any:
 def test_flash_attention_splits_keys(
     rows: int, bound: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By vLLM's bound in a graph, and by the kernel's own choice elsewhere; many rows fill a GPU unsplit."""
+    """Splits by vLLM's bound in a graph, else by the kernel's own choice; many rows fill a GPU unsplit."""
     from vllm.v1.attention.backends import flash_attn
 
     calls = list[int]()

@@ -73,7 +73,7 @@ def transforms_of(engine: Engine) -> Transforms:
 
 
 def expected_transforms(model: Path, stats: Path | None) -> Transforms:
-    """Those of our own engine, for sequences as long as this one's."""
+    """Transforms of our own engine, for sequences as long as this one's."""
     loaded = load_model(model, dtype="float32", device="cpu")
     keys = None if stats is None else QueryStats.load(stats).keys()
     found = key_transforms(loaded.model, replace(loaded.facts, max_position=2048), keys)
@@ -93,7 +93,7 @@ def check_transforms(found: Transforms, expected: Transforms) -> None:
 
 
 def rounding(transforms: Transforms) -> Callable[[int, Tensor], Tensor]:
-    """What the cache makes of the keys of a layer."""
+    """Keys of a layer as the cache stores them."""
 
     def rounded(layer: int, keys: Tensor) -> Tensor:
         own = transforms[layer]
@@ -124,7 +124,7 @@ def check_answers(
 
 
 def test_without_compression(model: Path) -> None:
-    """By the weights; vLLM's own scheduler."""
+    """Centres of the weights; vLLM's own scheduler."""
     with running(model, **coded()) as engine:
         assert engine.config.parallel_config.worker_cls.endswith(".CentringCPUWorker")
         assert engine.config.scheduler_config.scheduler_cls is None
@@ -137,7 +137,7 @@ def test_without_compression(model: Path) -> None:
 
 
 def test_compiled(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By inductor, into a cache of its own."""
+    """Compiled by inductor, into a cache of its own."""
     monkeypatch.setenv("VLLM_CPU_CI_ENV", "0")
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "vllm"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
@@ -148,8 +148,8 @@ def test_compiled(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_with_compression(model: Path, stats: Path) -> None:
-    """By statistics; the layers are probed for compression, too. Of a prompt, policies keep what they keep of
-    a cache of exact keys, but for ranks that fp8 swaps: half would be chance."""
+    """Centres of statistics; the layers are probed for compression, too. Of a prompt, policies keep what they
+    keep of a cache of exact keys, but for ranks that fp8 swaps: half would be chance."""
     policies = ("shares(query_mixture)", "query_mixture", "knorm")
     settings = {"policy": policies[0], "stats": str(stats), **SETTINGS}
     with running(model, compression=settings) as engine:
@@ -178,8 +178,8 @@ def agreement(found: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("by_statistics", [False, True])
 def test_two_workers(by_statistics: bool, tmp_path: Path) -> None:
-    """Each has the transforms of its own heads; sums along directions are added up in another order, so a key
-    between two codes may take the other."""
+    """Each worker has the transforms of its own heads; sums along directions are added up in another order,
+    so a key between two codes may take the other."""
     model = make_biased_model(tmp_path / "model", heads=8, kv_heads=4)
     stats = make_stats(model, tmp_path / "stats.safetensors") if by_statistics else None
     two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}

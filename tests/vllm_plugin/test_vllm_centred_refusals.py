@@ -1,4 +1,4 @@
-"""What centred keys do not go with is refused with the reason. The engines do not start."""
+"""Options that do not go with centred keys are refused with the reason. The engines do not start."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_where_centres_come_from(
 
 
 class Attention(SimpleNamespace):
-    """What is looked at of a layer."""
+    """The attributes of a layer that are read."""
 
     attn_type = "decoder"
     kv_sharing_target_layer_name: str | None = None

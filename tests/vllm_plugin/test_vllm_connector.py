@@ -29,8 +29,8 @@ CHUNK, NEW, BLOCK = 256, 90, 32
 
 
 def prompts() -> list[list[int]]:
-    """One that fits a step, two with one head, one of its own: all are compressed, but not the last, which is
-    short."""
+    """A prompt that fits a step, two with one head, one of its own: all are compressed, but not the last,
+    short one."""
     head, first, second, own, brief, short = random_prompts((320, 200, 380, 640, 230, 100), seed=5)
     return [brief, head + first, head + second, own, short]
 
@@ -55,7 +55,7 @@ def on_the_host() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def exact(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Stored:
-    """What an engine without compression stores of the prompts, each computed in one step, and of its
+    """Blocks that an engine without compression stores of the prompts, each computed in one step, and of its
     answers."""
     transfer = several(tmp_path_factory.mktemp("exact"), *ALL)
     engine = make_engine(tiny_model, None, transfer, num_blocks=200, chunk=2048)
@@ -83,7 +83,7 @@ def engine(
 
 
 def check(model: Path, answers: list[Answer], inputs: list[list[int]], trace: Any) -> None:
-    """Each answer is what its passes leave of its context, and where there was none, that of the whole."""
+    """Assert that each answer is that of the tokens its passes kept; without passes, of the whole context."""
     for prompt, answer in zip(inputs, answers, strict=True):
         passes = passes_of(trace, answer.request_id)
         if passes:

@@ -50,7 +50,7 @@ def rounding(kind: str) -> Callable[[Tensor], Tensor]:
 def generate(
     model: Path, stats: Path, kind: str, dtype: str, policies: tuple[str, ...] = POLICIES, **more: Any
 ) -> Found:
-    """What a fresh engine answers, and keeps, by policy."""
+    """Answers of a fresh engine, and tokens it keeps, by policy."""
     settings = {
         "policy": UNEVEN,
         "budget": 128,

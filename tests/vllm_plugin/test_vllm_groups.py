@@ -32,7 +32,7 @@ def stats(gemma: Path) -> Path:
 
 @pytest.fixture(scope="module", params=POLICIES)
 def engine(request: pytest.FixtureRequest, gemma: Path, stats: Path) -> Iterator[Engine]:
-    """With prefix caching."""
+    """An engine with prefix caching."""
     engine = Engine(
         gemma,
         compression={**SETTINGS, "policy": POLICIES[request.param], "stats": str(stats)},
@@ -93,7 +93,7 @@ def test_compressed_requests_come_back_from_a_preemption(engine: Engine, gemma: 
 
 
 def test_a_request_that_keeps_all_needs_room_for_its_windows_too(engine: Engine) -> None:
-    """At the limit it is served; beyond it its prompt and windows would not fit, however long it waits."""
+    """Served at the limit; beyond it its prompt and windows would not fit, however long it waits."""
     room = (NUM_BLOCKS - 1 - most_other_blocks(engine.config)) * BLOCK
     prompt = random_prompts((room,), seed=8)[0]
     with pytest.raises(VLLMValidationError, match=f"keeps all its tokens.*holds {room};"):

@@ -49,7 +49,7 @@ sys.exit(pytest.main([*options.split(), *sys.argv[2:]]))
 
 
 def _names(model: Path) -> tuple[object, ...]:
-    """What a plugin would change of a configuration."""
+    """The classes that a plugin would change in a configuration, and its hash."""
     config = scheduler_of(model).vllm_config
     return config.scheduler_config.scheduler_cls, config.parallel_config.worker_cls, config.compute_hash()
 
@@ -164,7 +164,7 @@ def _own_tests(side: str, folder: Path) -> dict[str, str]:
 
 
 def _write_opt_config(cached: Path) -> None:
-    """Where the hub's client looks for it when it is offline."""
+    """Write the configuration where the hub's client looks for it when it is offline."""
     from transformers import OPTConfig
 
     snapshot = cached / "snapshots" / "0"

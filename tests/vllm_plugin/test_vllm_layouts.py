@@ -1,5 +1,5 @@
-"""Where vLLM's backends put keys and values: on CPUs written by vLLM's own kernels, for GPUs in every layout
-that vLLM allocates. What is written must be read in token order, and compaction must move what was kept."""
+"""Places of keys and values in vLLM's backends: on CPUs written by vLLM's own kernels, for GPUs in every
+layout that vLLM allocates. Reads must be in token order, and compaction must move the tokens kept."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 def cpu_layer(isa: str, block_size: int, dtype: torch.dtype, cache_dtype: str = "auto") -> Any:
-    """What attention.py reads of an Attention layer, around vLLM's own way of storing."""
+    """An Attention layer as attention.py reads it, around vLLM's own way of storing."""
     stored = dtype if cache_dtype == "auto" else torch.uint8
     impl = SimpleNamespace(attn_type="decoder", kv_cache_dtype=cache_dtype)
     impl.do_kv_cache_update = CPUAttentionBackendImpl.do_kv_cache_update.__get__(impl)
@@ -154,7 +154,7 @@ def gpu_caches(layout: KVCacheLayout, spec: FullAttentionSpec, kernel: int | Non
 
 
 def flash_layer(cache: Tensor, dtype: torch.dtype) -> VllmLayerCache:
-    """As the GPU backends store: the first D of a slot are its key."""
+    """A layer stored as by the GPU backends: the first D of a slot are its key."""
     size = cache.shape[2]
 
     def write(keys: Tensor, values: Tensor, slots: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What users of the plugin see: the page of the pool, the metrics of the dashboard, a line in the log."""
+"""Views for users of the plugin: the page of the pool, the metrics of the dashboard, a line in the log."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ class Watcher:
         return found
 
     def join(self) -> None:
-        """Until the feed has ended."""
+        """Wait until the feed has ended."""
         self._thread.join(LIMIT_S)
         assert not self._thread.is_alive()
 
 
 def logged_lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the plugin logs from here on; vLLM sets its own loggers up anew when it starts."""
+    """Lines that the plugin logs from here on; vLLM sets its own loggers up anew when it starts."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -169,7 +169,7 @@ def test_the_page_shows_what_the_pool_counts(
 
 
 def check_frames(frames: list[dict[str, Any]], delivered: list[dict[str, Any]]) -> None:
-    """Every frame of a moment at which requests ran, against what the pool counted at that moment."""
+    """Compare every frame with requests running to what the pool counted at its moment."""
     own = {each["at_s"]: each for each in delivered}
     compared = [(frame, own[frame["at_s"]]) for frame in frames if frame["at_s"] in own]
     assert len(compared) >= 5

@@ -1,4 +1,4 @@
-"""What compression gives back is the pool's: capacity, aborts, preemptions, prompts longer than the pool."""
+"""Blocks freed by compression are the pool's: capacity, aborts, preemptions, prompts longer than the pool."""
 
 from __future__ import annotations
 

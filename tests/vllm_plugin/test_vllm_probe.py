@@ -1,4 +1,4 @@
-"""What a worker finds out about vLLM's model is what calibration found out about transformers' model of the
+"""Facts that a worker probes of vLLM's model are those that calibration found in transformers' model of the
 same checkpoint: shapes, scale, rotation, and so the fingerprint by which statistics know their model."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What does not compose with the plugin is refused with the reason. Configurations only, no engine."""
+"""Options that do not compose with the plugin are refused with the reason. Configurations only, no engine."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_groups_that_layer_types_do_not_name_are_refused(tiny_model: Path) -> No
         refuse_unnamed_groups(config, cache_config(spec(), spec(SlidingWindowSpec, sliding_window=64)))
 
 
-# What only the engine core and the workers see.
+# Refusals that only the engine core and the workers can make.
 
 
 def spec(kind: type = FullAttentionSpec, **more: Any) -> Any:
@@ -258,7 +258,7 @@ def test_one_group_of_full_attention_is_taken() -> None:
 
 
 def test_layers_that_differ_in_kv_dtype_alone_are_taken() -> None:
-    """As TurboQuant has them: its first and last layers keep the model's dtype."""
+    """TurboQuant has such layers: its first and last ones keep the model's dtype."""
     packed = spec(dtype=torch.uint8, kv_quant_mode=KVQuantMode.TURBOQUANT_4BIT_NC, state_content_bytes=70)
     layers = {"model.layers.0.attn": spec(), "model.layers.1.attn": packed}
     refuse_groups(cache_config(UniformTypeKVCacheSpecs.from_specs(layers)))

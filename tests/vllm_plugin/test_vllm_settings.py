@@ -32,7 +32,7 @@ def same(left: Answer, right: Answer) -> bool:
 
 @pytest.fixture(scope="module")
 def plain(tiny_model: Path) -> Answer:
-    """What vLLM answers by itself."""
+    """The answer of vLLM without the plugin."""
     engine = Engine(tiny_model)
     try:
         return one(engine)
@@ -41,7 +41,7 @@ def plain(tiny_model: Path) -> Answer:
 
 
 def emptied(engine: Engine) -> Engine:
-    """Without what earlier tests left in the prefix cache: prompts are computed in the same chunks."""
+    """The engine with an empty prefix cache, whatever ran before: prompts are computed in the same chunks."""
     assert engine.is_empty()
     return engine
 

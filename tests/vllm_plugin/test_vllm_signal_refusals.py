@@ -1,4 +1,4 @@
-"""What does not go with policies that look at what layers are given, and what `auto` stands for then.
+"""Options that do not go with policies that read layers' inputs, and what `auto` stands for then.
 Configurations only, no engine."""
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ POLICIES = {
     },
     "kvzap": {"kvzap": 480, "keydiff": 480},
 }
-"""By the policy of the engine: the policies that its requests may name, and what these hit of 500 tokens that
+"""For each policy of the engine: policies that its requests may name, and what these hit of 500 tokens that
 are in the prefix cache: so much that the queries that they look at before their first pass are computed."""
 
 

@@ -36,7 +36,7 @@ NEAR = {"int8": 0.01, "fp8_": 0.08, "int4": 0.15, "turb": 0.3}
 
 
 def slots_in(cache: Tensor, table: tuple[int, ...], num_tokens: int) -> list[list[bytes]]:
-    """Of each KV head the bytes of every token's slot, in token order."""
+    """Bytes of every token's slot in each KV head, in token order."""
     raw = cache.view(torch.uint8)
     places = [(block, place) for block in table for place in range(S)][:num_tokens]
     return [[bytes(raw[block, head, place].tolist()) for block, place in places] for head in range(K)]
@@ -112,7 +112,7 @@ class CentredSlotAttention(CentredKeys, SlotAttention):
 
 @pytest.mark.parametrize("dtype", [*PER_TOKEN_HEAD, "turboquant_k8v4", "turboquant_3bit_nc"])
 def test_centred_keys_lose_less(dtype: str) -> None:
-    """Of keys far from zero; and policies read them as they were."""
+    """Keys far from zero lose less; and policies read them as they were."""
     noise = torch.Generator().manual_seed(7)
     center = 40 * torch.randn(K, D, generator=noise) * (torch.rand(K, D, generator=noise) < 0.25)
     keys = center + torch.randn(TOKENS, K, D, generator=noise)

@@ -25,7 +25,7 @@ def make_world(model: Path, pool: int = 40, options: Any = KEPT, **more: Any) ->
 
 
 def turn(world: World, name: str, prompt: list[int], max_tokens: int = 40, **more: Any) -> list[int]:
-    """One request to its end. Returns: all its tokens."""
+    """Run one request to its end. Returns: all its tokens."""
     request = world.add(name, prompt, max_tokens, **more)
     world.drain()
     return list(request.all_token_ids)

@@ -103,7 +103,7 @@ def test_who_needs_blocks_gets_them(engine: Engine, tiny_model: Path) -> None:
 
 
 def test_after_an_abort(engine: Engine, tiny_model: Path) -> None:
-    """What an aborted request had kept is there for the same prompt, and its blocks are free."""
+    """Tokens that an aborted request kept are there for the same prompt, and its blocks are free."""
     [prompt] = random_prompts([500], seed=5)
     with engine.traced() as trace:
         name = engine.add(prompt, 200)

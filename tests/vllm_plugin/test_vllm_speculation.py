@@ -192,7 +192,7 @@ def test_after_preemption(drafted: Drafted) -> None:
 
 @pytest.mark.parametrize("drafted", [way for way in WAYS if way == "itself"], indirect=True)
 def test_a_drafter_that_is_the_target_says_what_the_target_says(drafted: Drafted) -> None:
-    """Under a policy that both can follow its layers hold the same tokens, in the same slots."""
+    """The drafter's layers hold the same tokens in the same slots under a policy that both can follow."""
     for served in drafted.runs:
         unequal, *others = served.steady
         assert others == [0, 0, 0]
@@ -201,7 +201,7 @@ def test_a_drafter_that_is_the_target_says_what_the_target_says(drafted: Drafted
 
 @pytest.mark.parametrize("drafted", [way for way in WAYS if way in ("eagle", "mtp")], indirect=True)
 def test_a_drafter_that_sees_what_the_target_sees_drafts_mostly_right(drafted: Drafted) -> None:
-    """Under equal heads, for the same reason."""
+    """The same holds for these drafters with equal heads."""
     for served in drafted.runs:
         unequal, *others = served.steady
         assert max(others) < OUTPUT / 2 < unequal

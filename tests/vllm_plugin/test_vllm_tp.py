@@ -70,7 +70,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stats(model: Path) -> Path:
-    """With centres that the query heads of a KV head share, so that they are dealt by KV head."""
+    """Statistics with centres that the query heads of a KV head share, so that they are dealt by KV head."""
     path = model.with_name("stats.safetensors")
     loaded = load_model(model, dtype="float32", device="cpu")
     calibrate(loaded, random_prompts([1024], seed=77), num_centers=8, shared_centers=True).save(path)
@@ -79,7 +79,7 @@ def stats(model: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(model: Path, stats: Path) -> dict[str | None, list[tuple[Answer, list[Kept]]]]:
-    """What one worker does in float32, by policy."""
+    """Answers and passes of one worker in float32, by policy."""
     with running(model, stats, dtype="float32") as engine:
         return {policy: generate(engine, policy and {"policy": policy}) for policy in (None, "triattention")}
 
@@ -93,7 +93,7 @@ def halves(model: Path, stats: Path, alone: Any) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("policy", [None, "triattention"])
 def test_two_workers_keep_what_one_keeps(policy: str | None, halves: Engine, alone: Any, model: Path) -> None:
-    """In float32, of prompts: sums over ranks in another order may swap two tokens that rank alike, or change
+    """Float32, and prompts: sums over ranks in another order may swap two tokens that rank alike, or change
     an output token."""
     found = generate(halves, policy and {"policy": policy})
     for prompt, (_, passes), (_, others) in zip(PROMPTS, found, alone[policy], strict=True):

@@ -27,7 +27,7 @@ def test_asynchronous_across_processes(tiny_model: Path, tiny_stats: Path, monke
 
 
 def test_compiled(tiny_model: Path, tiny_stats: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """By inductor, into a cache of its own."""
+    """Compiled by inductor, into a cache of its own."""
     monkeypatch.setenv("VLLM_CPU_CI_ENV", "0")
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "vllm"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))

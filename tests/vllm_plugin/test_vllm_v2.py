@@ -142,7 +142,7 @@ def test_nothing_is_left(served: Served, engine: Engine) -> None:
 
 
 def test_captures_and_dummy_batches_are_not_shifted(served: Served, engine: Engine, tiny_model: Path) -> None:
-    """They number their requests 0, 1, …, which are the places of real ones."""
+    """Dummy batches number their requests 0, 1, …, which are the places of real ones."""
     [prompt] = random_prompts((200,), seed=4)
     with engine.traced() as traces:
         name = engine.add(prompt, 40)
@@ -197,7 +197,7 @@ def test_preempted_requests_come_back(engine: Engine, tiny_model: Path) -> None:
 
 
 def test_a_pass_that_only_moves_changes_nothing(engine: Engine) -> None:
-    """In a step without tokens, into the same blocks in another order."""
+    """The pass is in a step without tokens, and moves into the same blocks in another order."""
     [prompt] = random_prompts((150,), seed=6)
     [undisturbed] = engine.generate([prompt], 40)
     assert engine.is_empty()

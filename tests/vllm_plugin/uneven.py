@@ -21,7 +21,7 @@ MIXED: tuple[Any, ...] = (
 
 
 def compression(stats: Path, **more: Any) -> dict[str, Any]:
-    """What the engine is started with."""
+    """Settings that the engine is started with."""
     return {**SETTINGS, "stats": str(stats), **more}
 
 

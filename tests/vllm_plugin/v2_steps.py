@@ -1,4 +1,4 @@
-"""What attention and the sampler are given in each step of a V2 runner."""
+"""Inputs of attention and the sampler in each step of a V2 runner."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engines import Engine
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request in one step. physical: what attention got; logical: what the sampler got.
+    """One request in one step. physical: positions for attention; logical: for the sampler.
 
     table, shift: the scheduler's; slots: of its new tokens; ends_at: its position after the step
     """
@@ -28,7 +28,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What attention was given in one step, and at which addresses."""
+    """Inputs of attention in one step, and their addresses."""
 
     rows: list[Row]
     pointers: tuple[int, int, int]

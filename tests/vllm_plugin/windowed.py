@@ -112,7 +112,7 @@ def _save(network: PreTrainedModel, path: Path) -> Path:
 def windowed_logprobs(
     model: Path, prompt: Sequence[int], output: Sequence[int], passes: Sequence[Kept]
 ) -> Tensor:
-    """As oracle.logprobs_with_drops, of a model whose other layers see what they always see."""
+    """Like oracle.logprobs_with_drops, for a model whose other layers see what they always see."""
     network = oracle._load(model)
     config, ids = network.config, torch.tensor([[*prompt, *output]])
     count, at = ids.shape[1], 0
