@@ -17,7 +17,7 @@ from kvreclaim.eval.tasks import make_tasks
 from kvreclaim.eval.text.prose import Encoder
 
 MESSAGES = ("Where do the bells end? ", "then open the stop ", "and list the files ", "run the tests again ")
-TALKS = [
+CHATS = [
     [{"role": role, "content": f"{text * 3}{number}"} for text in MESSAGES for role in ("user", "assistant")]
     for number in (1, 2)
 ]
@@ -31,7 +31,7 @@ def llm(tiny_dir):
 
 @pytest.fixture(scope="module")
 def task(llm):
-    return AgentSessions(Encoder(llm.tokenizer), [*TALKS, TALKS[0], TALKS[0][:2]], NUM_TOKENS)
+    return AgentSessions(Encoder(llm.tokenizer), [*CHATS, CHATS[0], CHATS[0][:2]], NUM_TOKENS)
 
 
 def rows_of(llm, turn, config):
@@ -56,15 +56,15 @@ def test_turns_are_the_conversation_so_far_and_the_recorded_answer(llm, task):
     session = task.item(0, 0)
     for number, turn in enumerate(session.turns):
         text = llm.tokenizer.apply_chat_template(
-            TALKS[0][: 2 * number + 1], add_generation_prompt=True, tokenize=False
+            CHATS[0][: 2 * number + 1], add_generation_prompt=True, tokenize=False
         )
-        answer = TALKS[0][2 * number + 1]["content"]
+        answer = CHATS[0][2 * number + 1]["content"]
         assert llm.tokenizer.decode((*turn.prompt, *turn.continuation)) == text + answer
     assert (session.prompt, session.continuation) == (
         session.turns[-1].prompt,
         session.turns[-1].continuation,
     )
-    fewer = AgentSessions(task.encode, TALKS, session.turns[2].num_tokens).item(0, 0)
+    fewer = AgentSessions(task.encode, CHATS, session.turns[2].num_tokens).item(0, 0)
     assert fewer.turns == session.turns[:3]
 
 

@@ -65,7 +65,7 @@ def test_every_head_holds_the_system_prompt_of_a_long_chat(llm, monkeypatch):
 
     monkeypatch.setattr(Surrogate, "score_many", watching)
     rule = {"role": "system", "content": "Never tell anybody the code of the vault, which is 7391-KESTREL."}
-    talk = [
+    turns = [
         {
             "role": role,
             "content": f"Note {i}: the ferry leaves at dawn with apples, letters and {i * 37} ropes.",
@@ -74,7 +74,7 @@ def test_every_head_holds_the_system_prompt_of_a_long_chat(llm, monkeypatch):
         for role in ("user", "assistant")
     ]
     config = CompressionConfig("shares(surrogate)", budget=208, interval=16, recent=64)
-    (out,) = llm.chat([rule, *talk], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True), config)
+    (out,) = llm.chat([rule, *turns], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True), config)
     assert len(out.prompt_token_ids) > 1900
     assert len(seen) == 90
     assert len({len(held) for held in seen}) > 3

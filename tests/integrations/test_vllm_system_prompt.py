@@ -24,7 +24,7 @@ from kvreclaim.integrations.vllm.v0_32.chat_side import (
 from kvreclaim.model.loader import load_model
 
 SYSTEM = {"role": "system", "content": "never say the word of the day, which is kestrel"}
-TALK = [
+CHAT = [
     {"role": "user", "content": "a tale of the sea"},
     {"role": "assistant", "content": "a ship came in"},
     {"role": "user", "content": "and then the end"},
@@ -99,9 +99,9 @@ def counted(renderer: Renderer, conversations: list[Any], params: Any) -> list[A
 def test_the_number_is_that_of_our_engine(loaded, template, as_tokens):
     tools = TOOLS if "tools" in template else None
     chats = [
-        [SYSTEM, *TALK],
-        [{**SYSTEM, "role": "developer"}, *TALK],
-        [SYSTEM, TALK[0], {"role": "system", "content": "be brief"}, *TALK[1:]],
+        [SYSTEM, *CHAT],
+        [{**SYSTEM, "role": "developer"}, *CHAT],
+        [SYSTEM, CHAT[0], {"role": "system", "content": "be brief"}, *CHAT[1:]],
         [SYSTEM],
     ]
     prompts = counted(Renderer(loaded, as_tokens=as_tokens), chats, params(template, tools))
@@ -114,18 +114,18 @@ def test_the_number_is_that_of_our_engine(loaded, template, as_tokens):
 
 def test_a_conversation_alone_is_rendered_once_and_not_marked(loaded):
     renderer = Renderer(loaded)
-    [prompt] = _counting(Renderer.render_chat)(renderer, [TALK], params(TURNS))[1]
+    [prompt] = _counting(Renderer.render_chat)(renderer, [CHAT], params(TURNS))[1]
     assert NUM_SYSTEM not in prompt
-    assert renderer.seen == [TALK]
+    assert renderer.seen == [CHAT]
     renderer = Renderer(loaded, compressed=False)
-    [prompt] = _counting(Renderer.render_chat)(renderer, [[SYSTEM, *TALK]], params(TURNS))[1]
+    [prompt] = _counting(Renderer.render_chat)(renderer, [[SYSTEM, *CHAT]], params(TURNS))[1]
     assert NUM_SYSTEM not in prompt
     assert len(renderer.seen) == 1
 
 
 def test_a_template_that_refuses_the_beginning_alone_is_logged_and_serves_the_chat(loaded, caplog):
     picky = "{% if messages | length < 4 %}{{ raise_exception('too short') }}{% endif %}" + TURNS
-    [prompt] = _counting(Renderer.render_chat)(Renderer(loaded), [[SYSTEM, *TALK]], params(picky))[1]
+    [prompt] = _counting(Renderer.render_chat)(Renderer(loaded), [[SYSTEM, *CHAT]], params(picky))[1]
     assert NUM_SYSTEM not in prompt
     assert "are not protected" in caplog.text
 
@@ -172,9 +172,9 @@ def test_the_operator_may_switch_it_off():
 
 def test_a_dropped_text_is_cleared_and_all_else_stays() -> None:
     tool = {"role": "tool", "tool_call_id": "1", "content": "a long list"}
-    before = [SYSTEM, TALK[0], tool, TALK[2]]
-    given = [SYSTEM, {**TALK[0], "kv_drop": None}, {**tool, "kv_drop": "exact"}, TALK[2]]
-    assert cleared(given) == [SYSTEM, TALK[0], {**tool, "content": "[cleared]"}, TALK[2]]
+    before = [SYSTEM, CHAT[0], tool, CHAT[2]]
+    given = [SYSTEM, {**CHAT[0], "kv_drop": None}, {**tool, "kv_drop": "exact"}, CHAT[2]]
+    assert cleared(given) == [SYSTEM, CHAT[0], {**tool, "content": "[cleared]"}, CHAT[2]]
     assert cleared(before) == before
 
 
@@ -189,7 +189,7 @@ def test_a_dropped_text_is_cleared_and_all_else_stays() -> None:
     ],
 )
 def test_other_drops_are_refused(place: int, drop: object, words: str) -> None:
-    messages = [SYSTEM, *TALK]
+    messages = [SYSTEM, *CHAT]
     messages[place] = {**messages[place], "kv_drop": drop}
     with pytest.raises(InvalidArgumentError, match=words):
         cleared(messages)

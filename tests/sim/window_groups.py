@@ -90,7 +90,7 @@ class LastOut(WindowGroup):
 
 
 @dataclass(slots=True)
-class Talk:
+class Chat:
     """One conversation. tokens: those of all turns so far; turns: tokens of each question and answer."""
 
     tokens: list[int]
@@ -107,7 +107,7 @@ class GroupConversations:
 
     plan: GroupsPlan
     memory: MemoryManager
-    talks: list[Talk] = field(default_factory=list)
+    chats: list[Chat] = field(default_factory=list)
     _last: int = 0
     _token: int = 0
 
@@ -119,46 +119,46 @@ class GroupConversations:
                 (random.randint(1, 2 * mean_question - 1), random.randint(1, 2 * mean_answer - 1))
                 for _ in range(self.plan.turns)
             ]
-            self.talks.append(Talk([], lengths))
+            self.chats.append(Chat([], lengths))
 
     def run(self) -> int:
         """Returns: tokens that were hit."""
         for turn in range(self.plan.turns):
-            for first in range(0, len(self.talks), AT_ONCE):
-                talks = self.talks[first : first + AT_ONCE]
-                for talk in talks:
-                    self._add_request(talk, turn)
-                while sum(map(self._step, talks)):
+            for first in range(0, len(self.chats), AT_ONCE):
+                chats = self.chats[first : first + AT_ONCE]
+                for chat in chats:
+                    self._add_request(chat, turn)
+                while sum(map(self._step, chats)):
                     pass
-                for talk in talks:
-                    self.memory.free(talk.seq_id)
-        return sum(talk.hit for talk in self.talks)
+                for chat in chats:
+                    self.memory.free(chat.seq_id)
+        return sum(chat.hit for chat in self.chats)
 
-    def _add_request(self, talk: Talk, turn: int) -> None:
-        question, answer = talk.turns[turn]
-        self._append(talk, question)
-        talk.seq_id, talk.end = self._last, len(talk.tokens) + answer
+    def _add_request(self, chat: Chat, turn: int) -> None:
+        question, answer = chat.turns[turn]
+        self._append(chat, question)
+        chat.seq_id, chat.end = self._last, len(chat.tokens) + answer
         self._last += 1
-        keys = self.memory.keys(talk.tokens)
+        keys = self.memory.keys(chat.tokens)
         match = self.memory.match_prefix(keys)
-        self.memory.admit(talk.seq_id, match)
-        talk.hit += match.num_tokens
-        talk.prompt_tokens += len(talk.tokens)
+        self.memory.admit(chat.seq_id, match)
+        chat.hit += match.num_tokens
+        chat.prompt_tokens += len(chat.tokens)
 
-    def _append(self, talk: Talk, count: int) -> None:
-        talk.tokens += range(self._token, self._token + count)
+    def _append(self, chat: Chat, count: int) -> None:
+        chat.tokens += range(self._token, self._token + count)
         self._token += count
 
-    def _step(self, talk: Talk) -> bool:
+    def _step(self, chat: Chat) -> bool:
         """Compute the known tokens, or append the next ones. Returns: whether it goes on."""
-        done = self.memory.table(talk.seq_id).logical_len
-        if done == len(talk.tokens):
-            if done == talk.end:
+        done = self.memory.table(chat.seq_id).logical_len
+        if done == len(chat.tokens):
+            if done == chat.end:
                 return False
-            self._append(talk, min(DECODED, talk.end - done))
-        count = min(STEP, len(talk.tokens) - done)
-        self.memory.grow(talk.seq_id, count)
-        self.memory.commit(talk.seq_id, count)
+            self._append(chat, min(DECODED, chat.end - done))
+        count = min(STEP, len(chat.tokens) - done)
+        self.memory.grow(chat.seq_id, count)
+        self.memory.commit(chat.seq_id, count)
         self.memory.release_copy_sources()
         return True
 
@@ -172,7 +172,7 @@ def hit_rows(plan: GroupsPlan, occupancies: Sequence[float] = (0.25, 0.5, 0.9)) 
         assert found is not None, f"{name} has windows"
         endless = GroupConversations(plan, MemoryManager(ENDLESS, SIZE, windows=found.windows))
         most = endless.run()
-        kept = sum(_kept(talk, found.windows) for talk in endless.talks)
+        kept = sum(_kept(chat, found.windows) for chat in endless.chats)
         for occupancy in occupancies:
             num_blocks = int(kept / occupancy)
             ours = GroupConversations(plan, MemoryManager(num_blocks, SIZE, windows=found.windows)).run()
@@ -185,6 +185,6 @@ def hit_rows(plan: GroupsPlan, occupancies: Sequence[float] = (0.25, 0.5, 0.9)) 
     return rows
 
 
-def _kept(talk: Talk, windows: tuple[Window, ...]) -> int:
-    end = blocks_for(len(talk.tokens), SIZE)
+def _kept(chat: Chat, windows: tuple[Window, ...]) -> int:
+    end = blocks_for(len(chat.tokens), SIZE)
     return end + sum(2 * window.num_blocks * (end - window.first_entry(end, SIZE)) for window in windows)

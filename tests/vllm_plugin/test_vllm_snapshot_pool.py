@@ -64,15 +64,15 @@ def test_random_conversations(model: Path, asynchronous: bool, v2: bool, seed: i
     )
     if random.random() < 0.5:  # admission without a forecast: preemptions
         world.scheduler.reclaim.room = lambda request, running: 0
-    talks = [tokens(random, random.randrange(20, 300)) for _ in range(4)]
+    chats = [tokens(random, random.randrange(20, 300)) for _ in range(4)]
     for number in range(50):
         for _ in range(random.randrange(70)):
             world.step()
-        talk, name = random.randrange(4), f"{number}"
-        prompt = (talks[talk] + tokens(random, random.randrange(1, 90)))[:1800]
+        chat, name = random.randrange(4), f"{number}"
+        prompt = (chats[chat] + tokens(random, random.randrange(1, 90)))[:1800]
         wanted = random.choice([None, None, None, None, {"budget": 40}, '{"recent": 20}'])
         request = world.add(name, prompt, random.randrange(1, 80), wanted, priority=random.randrange(3))
-        talks[talk] = request._all_token_ids  # as long as it has become when the next turn comes
+        chats[chat] = request._all_token_ids  # as long as it has become when the next turn comes
         if random.random() < 0.1:
             world.abort(random.choice(list(world.requests)))
         if random.random() < 0.03:
