@@ -25,10 +25,10 @@ CONSTANTS = "huggingface_hub.constants."
 class Hub(BaseHTTPRequestHandler):
     """Has the model some/model, and an error for some/broken."""
 
-    asked: list[str]
+    paths: list[str]
 
     def do_HEAD(self) -> None:
-        self.asked.append(self.path)
+        self.paths.append(self.path)
         status = {"/api/models/some/model": 200, "/api/models/some/broken": 500}.get(self.path, 401)
         self.send_response(status)
         self.end_headers()
@@ -39,7 +39,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(monkeypatch) -> Iterator[type[Hub]]:
-    Hub.asked = []
+    Hub.paths = []
     with HTTPServer(("127.0.0.1", 0), Hub) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -65,11 +65,11 @@ def cached(tmp_path: Path, monkeypatch) -> str:
     return "own/tiny"
 
 
-def test_the_hub_is_asked_once(hub: type[Hub]) -> None:
+def test_the_hub_gets_one_request(hub: type[Hub]) -> None:
     assert why_not_on_hub("some/model") is None
     assert why_not_on_hub("some/broken") is None  # the download reports it
     assert why_not_on_hub("some/other") == "the hub has no such model for you (status 401)"
-    assert hub.asked == [f"/api/models/some/{name}" for name in ("model", "broken", "other")]
+    assert hub.paths == [f"/api/models/some/{name}" for name in ("model", "broken", "other")]
 
 
 @pytest.mark.usefixtures("unreachable")
@@ -90,7 +90,7 @@ def test_without_a_network_the_cache_is_read(cached: str) -> None:
     assert hub_options(cached) == {"local_files_only": True}
 
 
-def test_offline_is_said(monkeypatch) -> None:
+def test_offline_is_the_reason(monkeypatch) -> None:
     monkeypatch.setattr(CONSTANTS + "HF_HUB_OFFLINE", True)
     assert why_not_on_hub("some/model") == "HF_HUB_OFFLINE is set"
 
@@ -169,6 +169,6 @@ def test_a_directory_of_someone_else_is_not(text: str, model: Path) -> None:
 
 
 def test_another_layout_is_not(model: Path) -> None:
-    said = json.loads((model / SOURCE_FILE).read_text())
-    (model / SOURCE_FILE).write_text(json.dumps({**said, "layout": 0}))
+    written = json.loads((model / SOURCE_FILE).read_text())
+    (model / SOURCE_FILE).write_text(json.dumps({**written, "layout": 0}))
     assert lacks(model) == "was written by another version of kvreclaim"

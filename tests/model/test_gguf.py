@@ -25,9 +25,9 @@ from kvreclaim.model.loader import load_model
 def converted(tmp_path_factory) -> tuple[PreTrainedModel, Path]:
     """The source of a file, and the directory made of the file."""
     home = tmp_path_factory.mktemp("gguf")
-    source, told = tiny_gguf.write(home / "tiny.gguf"), []
-    convert_gguf(home / "tiny.gguf", home / "made", told.append)
-    assert told == []
+    source, progress = tiny_gguf.write(home / "tiny.gguf"), []
+    convert_gguf(home / "tiny.gguf", home / "made", progress.append)
+    assert progress == []
     return source, home / "made"
 
 
@@ -63,13 +63,13 @@ def test_it_chats(converted) -> None:
     assert answer.metrics.num_generated_tokens >= 1
 
 
-@pytest.mark.parametrize(("pre", "said"), [("gpt-2", 0), ("llama-bpe", 0), ("someones-own", 1)])
-def test_a_rule_that_is_not_followed_is_said(pre: str, said: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("pre", "num_warnings"), [("gpt-2", 0), ("llama-bpe", 0), ("someones-own", 1)])
+def test_a_rule_that_is_not_followed_is_reported(pre: str, num_warnings: int, tmp_path: Path) -> None:
     tiny_gguf.write(tmp_path / "tiny.gguf", pre=pre)
-    told: list[str] = []
-    convert_gguf(tmp_path / "tiny.gguf", tmp_path / "made", told.append)
-    assert len(told) == said
-    assert all(repr(pre) in line for line in told)
+    warnings: list[str] = []
+    convert_gguf(tmp_path / "tiny.gguf", tmp_path / "made", warnings.append)
+    assert len(warnings) == num_warnings
+    assert all(repr(pre) in line for line in warnings)
     assert load_model(tmp_path / "made").tokenizer.decode([256]) == "en"
 
 
@@ -175,5 +175,5 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path, monkeypatch) -> None:
 
 
 def is_tensor(each: object) -> bool:
-    """One with memory; isinstance would ask objects that warn when they are asked."""
+    """Return whether it is one with memory; isinstance reads __class__, at which some objects warn."""
     return issubclass(type(each), torch.Tensor) and not each.is_meta

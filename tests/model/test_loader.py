@@ -47,11 +47,11 @@ def test_without_tokenizer_files_there_is_no_tokenizer(tiny_dir) -> None:
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
-@pytest.mark.parametrize("asked", ["auto", "float32", "bfloat16", "float16"])
-def test_dtypes(stored: str, asked: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16"])
+def test_dtypes(stored: str, dtype: str, tmp_path: Path) -> None:
     tiny.build("qwen3").to(getattr(torch, stored)).save_pretrained(tmp_path)
-    loaded = load_model(tmp_path, dtype=asked)
-    want = getattr(torch, stored if asked == "auto" else asked)
+    loaded = load_model(tmp_path, dtype=dtype)
+    want = getattr(torch, stored if dtype == "auto" else dtype)
     assert loaded.facts.dtype == want
     assert {parameter.dtype for parameter in loaded.model.parameters()} == {want}
 

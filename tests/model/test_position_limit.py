@@ -75,8 +75,8 @@ def test_rotations_of_types_of_layers() -> None:
     assert position_limit({"model_type": "laguna", "rope_parameters": nested}, 128) == 512
     linear = {"full_attention": {"rope_type": "linear", "factor": 8.0}}
     assert position_limit({"model_type": "gemma3_text", "rope_parameters": linear}, 131072) == 131072
-    for said in ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, {"rope_scaling": {"type": "su"}}):
-        phi3 = {"model_type": "phi3", "original_max_position_embeddings": 4096, **said}
+    for scaling in ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, {"rope_scaling": {"type": "su"}}):
+        phi3 = {"model_type": "phi3", "original_max_position_embeddings": 4096, **scaling}
         assert position_limit(phi3, 131072) == 4096
 
 
@@ -107,7 +107,7 @@ def model(tmp_path: Path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "rope",
     [
         {"rope_parameters": {**YARN, **THETA}},
         {"rope_scaling": YARN, **THETA},
@@ -115,11 +115,11 @@ def model(tmp_path: Path, monkeypatch) -> Path:
     ],
     ids=["rope_parameters", "rope_scaling", "type"],
 )
-def test_a_config_that_leaves_the_original_length(model: Path, said: dict[str, Any]) -> None:
+def test_a_config_that_leaves_the_original_length(model: Path, rope: dict[str, Any]) -> None:
     """The engine, the planner and `ls` read both spellings alike."""
     config = json.loads((model / "config.json").read_text())
     del config["rope_parameters"]
-    (model / "config.json").write_text(json.dumps({**config, **said}))
+    (model / "config.json").write_text(json.dumps({**config, **rope}))
     with LLM(model, num_blocks=64, max_model_len=512) as llm:
         assert llm.engine.config.max_model_len == llm.loaded.facts.max_position == 512
     assert load_shape(model).max_position == 512
@@ -193,9 +193,9 @@ def test_scalings_that_transformers_does_not_have(more: dict[str, Any]) -> None:
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
-def test_as_if_the_file_said_so(tmp_path: Path) -> None:
-    """YaRN over four times the positions: the same answers as with a config.json that asks for it."""
-    path = tmp_path / "said"
+def test_overrides_are_as_if_in_the_file(tmp_path: Path) -> None:
+    """YaRN over four times the positions: the same answers as with a config.json that has it."""
+    path = tmp_path / "overridden"
     tiny.save_model("llama", path)
     shutil.copytree(path, tmp_path / "file")
     config = json.loads((path / "config.json").read_text())
@@ -207,21 +207,23 @@ def test_as_if_the_file_said_so(tmp_path: Path) -> None:
     config["max_position_embeddings"] = length
     (tmp_path / "file" / "config.json").write_text(json.dumps(config))
     prompt = tiny.prompts((2 * known,), seed=5)
-    plain, said, file = (
+    plain, overridden, file = (
         LLM(where, num_blocks=4 * known // 16, **how)
         for where, how in ((path, {}), (path, {"hf_overrides": changes}), (tmp_path / "file", {}))
     )
-    assert said.engine.config.max_model_len == length
+    assert overridden.engine.config.max_model_len == length
     want = file.generate(prompt, GREEDY)[0].outputs[0].token_ids
-    assert said.generate(prompt, GREEDY)[0].outputs[0].token_ids == want
-    assert said.loaded.facts.fingerprint == file.loaded.facts.fingerprint
-    assert said.loaded.facts.fingerprint != plain.loaded.facts.fingerprint
+    assert overridden.generate(prompt, GREEDY)[0].outputs[0].token_ids == want
+    assert overridden.loaded.facts.fingerprint == file.loaded.facts.fingerprint
+    assert overridden.loaded.facts.fingerprint != plain.loaded.facts.fingerprint
     assert torch.equal(
-        said.loaded.model.model.rotary_emb.inv_freq, file.loaded.model.model.rotary_emb.inv_freq
+        overridden.loaded.model.model.rotary_emb.inv_freq, file.loaded.model.model.rotary_emb.inv_freq
     )
-    assert said.sibling(num_blocks=8).engine.config.hf_overrides == said.engine.config.hf_overrides
+    assert (
+        overridden.sibling(num_blocks=8).engine.config.hf_overrides == overridden.engine.config.hf_overrides
+    )
     with pytest.raises(InvalidArgumentError, match="hf_overrides is None, and the weights were loaded with"):
-        said.sibling(hf_overrides=None)
+        overridden.sibling(hf_overrides=None)
 
 
 def test_positions_that_suffice_are_left_alone() -> None:

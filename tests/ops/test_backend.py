@@ -1,4 +1,4 @@
-"""Which kernels run is chosen by name or by need, and said."""
+"""Kernels are chosen by name or by need, and the choice is described."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ def test_the_reference_is_taken_by_name_without_an_excuse() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [need(block_size=8), need(dtype=torch.float64), need(dim=7)], ids=["blocks", "dtype", "dim"]
+    "needed", [need(block_size=8), need(dtype=torch.float64), need(dim=7)], ids=["blocks", "dtype", "dim"]
 )
-def test_what_the_kernels_cannot_serve_falls_to_the_reference_and_says_why(asked: Need) -> None:
-    choice = choose_backend("auto", asked)
+def test_what_the_kernels_cannot_serve_falls_to_the_reference_and_says_why(needed: Need) -> None:
+    choice = choose_backend("auto", needed)
     assert choice.backend is reference
     assert choice.why_not is not None
     assert choice.why_not in choice.describe()
     with pytest.raises(InvalidArgumentError, match="native"):
-        choose_backend("native", asked)
+        choose_backend("native", needed)
 
 
 def test_auto_takes_native_kernels_where_they_were_built() -> None:

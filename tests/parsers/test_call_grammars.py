@@ -281,7 +281,7 @@ def test_reasoning_before_a_structured_answer(words: Vocabulary, answer: dict[st
 
 @pytest.mark.parametrize("form", ["hermes", "glm45", "qwen3_coder", "deepseek_v32"])
 @pytest.mark.parametrize(
-    ("schema", "said"),
+    ("schema", "words"),
     [
         ({"properties": {"a": {"type": "array", "uniqueItems": True}}}, "uniqueItems"),
         ({"type": "array"}, "has type 'array'"),
@@ -293,23 +293,23 @@ def test_reasoning_before_a_structured_answer(words: Vocabulary, answer: dict[st
         ({"properties": {"a<b": {}}}, "no tag can hold"),
     ],
 )
-def test_what_cannot_be_followed_is_refused(form: str, schema: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_followed_is_refused(form: str, schema: dict[str, Any], words: str) -> None:
     """JSON can be held to more than tags can."""
     try:
         reason = reason_against(grammar(BYTES, form, {"f": schema}, forced=True))
     except InvalidArgumentError as error:
         reason = f"{error.field} {error}"
-    if form != "hermes" or said in ("uniqueItems", "has type 'array'"):
+    if form != "hermes" or words in ("uniqueItems", "has type 'array'"):
         assert reason is not None
-        assert "uniqueItems" in said or reason.startswith("tools.f.parameters tools.f.parameters")
-        assert said.replace("[$]", "$") in reason
+        assert "uniqueItems" in words or reason.startswith("tools.f.parameters tools.f.parameters")
+        assert words.replace("[$]", "$") in reason
     else:
         assert reason is None
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("schema", "said"),
+    ("schema", "words"),
     [
         ({"properties": None}, "has properties 'None'; pass an object of schemas"),
         ({"properties": ["a"]}, "has properties \"['a']\""),
@@ -328,22 +328,22 @@ def test_what_cannot_be_followed_is_refused(form: str, schema: dict[str, Any], s
         ({"properties": {"a": {"$ref": 1}}}, ".properties.a has $ref '1'"),
     ],
 )
-def test_a_schema_that_is_none_is_refused(form: str, schema: dict[str, Any], said: str) -> None:
+def test_a_schema_that_is_none_is_refused(form: str, schema: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidArgumentError) as refused:
         grammar(BYTES, form, {"f": schema}, forced=True)
     assert refused.value.field == "tools.f.parameters"
     assert str(refused.value).startswith("tools.f.parameters")
-    assert said in str(refused.value)
+    assert words in str(refused.value)
 
 
 def test_values_of_other_types_than_the_argument_has() -> None:
     """Of a text's values, those that are texts may come, as a JSON schema means it."""
-    said = "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
+    call = "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
     for values in ({"enum": ["x", 1]}, {"const": "x"}):
         schema = {"properties": {"a": {"type": "string", **values}}, "required": ["a"]}
         given = grammar(BYTES, "qwen3_coder", {"f": schema}, forced=True)
-        assert accepts(BYTES, given, said.format("x"))
-        assert not accepts(BYTES, given, said.format("1"))
+        assert accepts(BYTES, given, call.format("x"))
+        assert not accepts(BYTES, given, call.format("1"))
     for keyword, value in (("enum", [1]), ("enum", []), ("const", 3)):
         with pytest.raises(InvalidArgumentError, match=f"properties.a has '{keyword}'"):
             grammar(

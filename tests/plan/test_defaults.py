@@ -39,41 +39,40 @@ ONLY_THERE = {(kind, "num_attention_heads") for kind in ("minicpm3", "iquestcode
 UNREAD = ("dtype", "transformers_version", "time_step_limit")
 
 
-class Noting(dict):
-    """A config that knows what was asked of it."""
+class RecordingConfig(dict):
+    """A config that records which keys are read."""
 
-    def __init__(self, said: dict[str, Any]) -> None:
-        super().__init__(said)
-        self.asked: dict[str, None] = {}
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.keys_read: dict[str, None] = {}
 
     def get(self, key: str, default: Any = None) -> Any:
-        self.asked[key] = None
+        self.keys_read[key] = None
         return super().get(key, default)
 
     def __getitem__(self, key: str) -> Any:
-        self.asked[key] = None
+        self.keys_read[key] = None
         return super().__getitem__(key)
 
 
-def whole(kind: str, said: dict[str, Any]) -> dict[str, Any]:
-    """The config that transformers makes of these fields, with nothing left out but what it does not read
-    back."""
-    found = json.loads(CONFIG_MAPPING[kind](**said).to_json_string(use_diff=False))
-    return {key: value for key, value in found.items() if key not in UNREAD}
+def whole(kind: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config that transformers makes of these fields: all of its own, too, but for UNREAD."""
+    complete = json.loads(CONFIG_MAPPING[kind](**config).to_json_string(use_diff=False))
+    return {key: value for key, value in complete.items() if key not in UNREAD}
 
 
-def answer(said: dict[str, Any]) -> ModelShape | str:
-    """The shape, without what is said of it, or why there is none."""
+def answer(config: dict[str, Any]) -> ModelShape | str:
+    """Return the shape, without its notes, or the error's message."""
     try:
-        return replace(shape_of(said, "m"), notes=())
+        return replace(shape_of(config, "m"), notes=())
     except KVReclaimError as error:
         return str(error)
 
 
-def class_answer(kind: str, said: dict[str, Any]) -> ModelShape | str | None:
-    """Of what the class makes of it; None where it refuses."""
+def class_answer(kind: str, config: dict[str, Any]) -> ModelShape | str | None:
+    """Return the answer to the config that the class makes of these fields; None where it refuses them."""
     try:
-        return answer(whole(kind, said))
+        return answer(whole(kind, config))
     except Exception:  # a class has checks of several kinds
         return None
 
@@ -86,10 +85,10 @@ def bases(kind: str) -> Iterator[dict[str, Any]]:
 
 
 def read(base: dict[str, Any]) -> list[str]:
-    """Its fields that the planner asks for."""
-    noting = Noting(base)
-    shape_of(noting, "m")
-    return [key for key in noting.asked if key in base and key != "model_type"]
+    """Return the fields of the config that the planner reads."""
+    config = RecordingConfig(base)
+    shape_of(config, "m")
+    return [key for key in config.keys_read if key in base and key != "model_type"]
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -99,22 +98,22 @@ def test_a_field_that_is_left_out_is_the_classes(kind: str) -> None:
     for base in bases(kind):
         assert len(read(base)) >= 4
         for key in read(base):
-            said = {name: value for name, value in base.items() if name != key}
-            if (oracle := class_answer(kind, said)) is None:
-                assert isinstance(answer(said), str) is ((kind, key) not in ONLY_THERE), key
+            partial = {name: value for name, value in base.items() if name != key}
+            if (oracle := class_answer(kind, partial)) is None:
+                assert isinstance(answer(partial), str) is ((kind, key) not in ONLY_THERE), key
             else:
-                assert answer(said) == oracle, key
+                assert answer(partial) == oracle, key
             if (oracle := class_answer(kind, base | {key: None})) is not None:
                 assert answer(base | {key: None}) == oracle, f"{key} is null"
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_config_that_says_nothing_is_the_classes(kind: str) -> None:
-    """Its heads, windows and weights are those of the model that transformers builds of it."""
-    said = NEEDED.get(kind, {})
-    config = CONFIG_MAPPING[kind](**said)
-    shape, model = answer({"model_type": kind, **said}), on_meta(config)
-    assert shape == answer(whole(kind, said))
+    """The heads, windows and weights are those of the model that transformers builds of the config."""
+    needed = NEEDED.get(kind, {})
+    config = CONFIG_MAPPING[kind](**needed)
+    shape, model = answer({"model_type": kind, **needed}), on_meta(config)
+    assert shape == answer(whole(kind, needed))
     assert shape.num_params == model.num_parameters()
     assert {layer.num_heads for layer in shape.attention} == {config.num_attention_heads}
     assert shape.max_position == getattr(config, "max_position_embeddings", shape.max_position)
@@ -126,7 +125,7 @@ def test_a_config_that_says_nothing_is_the_classes(kind: str) -> None:
 @pytest.mark.parametrize("kind", COMPOSITE)
 @pytest.mark.parametrize("tied", [None, True, False])
 def test_a_language_model_within_another_is_the_classes(kind: str, tied: bool | None) -> None:
-    """Its config may be left out, or say nothing; which tie counts is as in the model that is built."""
+    """Test an inner config that is left out or has no fields; which tie counts is as in the model that is built."""
     outer = {} if tied is None else {"tie_word_embeddings": tied}
     for inner in ({}, {"text_config": {"tie_word_embeddings": True}}):
         config = CONFIG_MAPPING[kind](**json.loads(json.dumps({**outer, **inner})))
@@ -153,8 +152,8 @@ def test_as_published(tmp_path: Path) -> None:
         "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
         "sliding_window": 1024,
     }
-    said = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text, "vision_config": {}}
-    (tmp_path / "config.json").write_text(json.dumps(said))
+    config = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     shape = load_shape(tmp_path)
     layers = {(x.num_heads, x.num_kv_heads, x.head_dim) for x in shape.layers}
     assert (layers, shape.vocab_size, shape.tied) == ({(8, 4, 256)}, 262_208, True)

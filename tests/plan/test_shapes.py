@@ -50,12 +50,14 @@ def windows_of(model) -> list[int | None]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_bundled_configs_are_what_transformers_makes_of_them(path) -> None:
-    said = json.loads(path.read_text())
-    about = said.pop(ABOUT)
+    published = json.loads(path.read_text())
+    about = published.pop(ABOUT)
     assert about["date"]
     assert about["source"].startswith(f"https://huggingface.co/{about['names'][0]}")
-    said.pop("quantization_config", None)
-    config = CONFIG_MAPPING[said["model_type"]](**{k: v for k, v in said.items() if k != "model_type"})
+    published.pop("quantization_config", None)
+    config = CONFIG_MAPPING[published["model_type"]](
+        **{k: v for k, v in published.items() if k != "model_type"}
+    )
     shape, model = load_shape(path), on_meta(config.get_text_config())
     assert shape.num_params == model.num_parameters()
     assert [layer.window for layer in shape.layers] == windows_of(model)
@@ -95,10 +97,12 @@ def test_weights_in_four_bits() -> None:
 
 
 def test_the_quantization_of_a_config_is_taken_or_refused() -> None:
-    said = {"model_type": "llama", "dtype": "float16", **SMALL}
-    awq = shape_of({**said, "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 64}}, "m")
+    config = {"model_type": "llama", "dtype": "float16", **SMALL}
+    awq = shape_of(
+        {**config, "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 64}}, "m"
+    )
     assert weight_format("auto", awq).bits == 4 + 20 / 64
-    odd = shape_of({**said, "quantization_config": {"quant_method": "odd"}}, "m")
+    odd = shape_of({**config, "quantization_config": {"quant_method": "odd"}}, "m")
     with pytest.raises(InvalidArgumentError, match="quantization_config of method odd"):
         weight_format("auto", odd)
     assert weight_format("nf4", odd).bits == 4.5
@@ -107,7 +111,7 @@ def test_the_quantization_of_a_config_is_taken_or_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "error", "message"),
+    ("config", "error", "message"),
     [
         ({"model_type": "mamba"}, UnsupportedModelError, "'mamba', a recurrent model without"),
         ({}, UnsupportedModelError, "model_type None"),
@@ -130,9 +134,9 @@ def test_the_quantization_of_a_config_is_taken_or_refused() -> None:
         ({"model_type": "gemma3", "text_config": 5}, InvalidArgumentError, "text_config is '5'"),
     ],
 )
-def test_what_is_not_known_is_one_sentence(said, error, message: str) -> None:
+def test_what_is_not_known_is_one_sentence(config, error, message: str) -> None:
     with pytest.raises(error, match=message) as caught:
-        shape_of(said, "m")
+        shape_of(config, "m")
     assert "\n" not in str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""A scheduler that serves requests of several tenants, with tokens that nobody computes: counts alone."""
+"""A scheduler that serves requests of several tenants, without a model: it counts tokens alone."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Serving:
             max_num_batched_tokens=max_num_batched_tokens,
             policy=policy,
         )
-        self.asked: dict[str, ServedRequest] = {}
+        self.requests: dict[str, ServedRequest] = {}
         self.sequences: dict[int, ScheduledSequence] = {}
         self.rows: Counter[str | None] = Counter()
         self.computed: Counter[str] = Counter()
@@ -69,34 +69,35 @@ class Serving:
         prompt: list[int] | None = None,
         **others: Any,
     ) -> ServedRequest:
-        """prompt: num_prompt tokens that nobody else has where not given; others: fields of the sequence"""
-        name = f"{tenant}-{len(self.asked)}"
-        prompt = list(prompt or [1000 + len(self.asked)] * num_prompt)
+        """Add a request. prompt: num_prompt tokens of no other request where not given; others: fields of the
+        sequence"""
+        name = f"{tenant}-{len(self.requests)}"
+        prompt = list(prompt or [1000 + len(self.requests)] * num_prompt)
         num_prompt = len(prompt)
-        asked = self.asked[name] = ServedRequest(name, tenant, num_prompt, num_outputs, self.num_steps)
-        seq = self._sequence(asked, prompt, num_prompt + max_tokens, priority, **others)
+        request = self.requests[name] = ServedRequest(name, tenant, num_prompt, num_outputs, self.num_steps)
+        seq = self._sequence(request, prompt, num_prompt + max_tokens, priority, **others)
         seq.seats = num_outputs
         self.scheduler.add(seq)
-        return asked
+        return request
 
     def _sequence(
-        self, asked: ServedRequest, tokens: list[int], max_len: int, priority: int, **others: Any
+        self, request: ServedRequest, tokens: list[int], max_len: int, priority: int, **others: Any
     ) -> ScheduledSequence:
         seq_id = next(self._ids)
-        first_id = asked.sequences[0].seq_id if asked.sequences else seq_id
+        first_id = request.sequences[0].seq_id if request.sequences else seq_id
         seq = ScheduledSequence(
             seq_id,
-            asked.name,
+            request.name,
             tokens,
-            asked.num_prompt,
+            request.num_prompt,
             max_len,
-            len(asked.sequences),
+            len(request.sequences),
             first_id,
             priority=priority,
-            tenant=asked.tenant,
+            tenant=request.tenant,
             **others,
         )
-        asked.sequences.append(seq)
+        request.sequences.append(seq)
         self.sequences[seq_id] = seq
         return seq
 
@@ -118,20 +119,20 @@ class Serving:
     def _draw(self, seq: ScheduledSequence) -> None:
         if seq.num_uncomputed:
             return
-        asked = self.asked[seq.request_id]
+        request = self.requests[seq.request_id]
         outputs = [seq]
         if seq.seats > 1:
             seq.seats = 1
-            for _ in range(1, asked.num_outputs):
-                child = self._sequence(asked, list(seq.token_ids), seq.max_len, seq.priority)
+            for _ in range(1, request.num_outputs):
+                child = self._sequence(request, list(seq.token_ids), seq.max_len, seq.priority)
                 self.scheduler.fork(seq, child)
                 outputs.append(child)
         for one in outputs:
             one.token_ids.append(one.index)
             if len(one.token_ids) >= one.max_len:
                 self.scheduler.remove(one)
-        if asked.first_token is None:
-            asked.first_token = self.num_steps - asked.arrived
+        if request.first_token is None:
+            request.first_token = self.num_steps - request.arrived
 
     def steps(self, count: int) -> None:
         for _ in range(count):

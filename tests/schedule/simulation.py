@@ -2,8 +2,8 @@
 
 The worker keeps, for every slot of every block, which token's state was written there last, and for every
 sequence which states it has to find. A block given back too early, written while shared, hit although it was
-computed over an evicted context or with numbers that are none, copied twice or from a block that somebody
-else has got meanwhile shows as a wrong state.
+computed over an evicted context or with numbers that are none, copied twice or from a block that belongs
+to another sequence by then shows as a wrong state.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def disk_of(memory: MemoryManager) -> DiskTier | None:
 
 @dataclass
 class Row:
-    """A sequence inside the worker: the states in its slots, None where nobody reads; the slots still
+    """A sequence inside the worker: the states in its slots, None where none is read; the slots still
     attended."""
 
     states: list[State | None] = field(default_factory=list)
@@ -261,7 +261,7 @@ class World:
         self.scheduler.in_flight.least_tokens = random.choice((1, 1, 3, 64))
         self.worker = ListWorker(self.memory, random)
         self.sequences: dict[int, ScheduledSequence] = {}
-        self.asked: dict[str, Ask] = {}
+        self.requests: dict[str, Ask] = {}
         self.waits_for_fork: dict[str, bool] = {}
         self.plans: list[StepPlan] = []
         self.next_id = 0
@@ -298,17 +298,17 @@ class World:
         needed = ask.footprint.slots_needed(len(ask.prompt), ask.max_len)
         if needed > capacity or ask.num_outputs > self.max_num_seqs or len(ask.prompt) >= ask.max_len:
             return False
-        name = f"r{len(self.asked)}"
-        self.asked[name] = ask
+        name = f"r{len(self.requests)}"
+        self.requests[name] = ask
         self.waits_for_fork[name] = ask.num_outputs > 1
         seq = self._sequence(name, 0, list(ask.prompt), self.next_id)
         seq.seats = ask.num_outputs
         self.scheduler.add(seq)
-        self.counts["asked"] += 1
+        self.counts["requests"] += 1
         return True
 
     def _sequence(self, name: str, index: int, tokens: list[int], first_id: int) -> ScheduledSequence:
-        ask = self.asked[name]
+        ask = self.requests[name]
         seq = ScheduledSequence(
             seq_id=self.next_id,
             request_id=name,
@@ -381,7 +381,7 @@ class World:
     def _compute(self, plan: StepPlan, fault: str | None) -> dict[int, list[State]]:
         """The states of those whose tokens were computed and are numbers."""
         rows = [(self.sequences[row.seq_id], row) for row in plan.rows]
-        guilty = {seq.seq_id for seq, _ in rows if self.asked[seq.request_id].guilty}
+        guilty = {seq.seq_id for seq, _ in rows if self.requests[seq.request_id].guilty}
         if (fault == "raise" or guilty) and rows:
             self.counts["failed passes"] += 1
             for seq, row in rows[: self.random.randrange(len(rows) + 1)]:
@@ -400,8 +400,8 @@ class World:
         return computed
 
     def _drawn(self, row: StepRow) -> tuple[int, ...]:
-        """What the scheduler is to append itself: the next token of one that will have computed all it knows
-        and forks nobody."""
+        """What the scheduler is to append itself: the next token of a sequence that will have computed all its
+        tokens and does not fork."""
         seq = self.sequences[row.seq_id]
         knows_all = row.first + row.num_tokens == len(seq.token_ids)
         if not knows_all or self.waits_for_fork[seq.request_id] or self.random.random() < 0.5:
@@ -417,7 +417,7 @@ class World:
         if self.waits_for_fork[seq.request_id]:
             self.waits_for_fork[seq.request_id] = False
             seq.seats = 1
-            for index in range(1, self.asked[seq.request_id].num_outputs):
+            for index in range(1, self.requests[seq.request_id].num_outputs):
                 child = self._sequence(seq.request_id, index, list(seq.token_ids), seq.first_id)
                 if self.scheduler.fork(seq, child):
                     self.worker.rows[child.seq_id] = self.worker.rows[seq.seq_id].copy()

@@ -1,4 +1,4 @@
-"""The scheduling policy `cache`: who has more in the cache is earlier, and nobody is overtaken by much."""
+"""The scheduling policy `cache`: a request with more in the cache is earlier, and none is overtaken by much."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMMON, OTHER = list(range(1000)), list(range(10_000, 11_000))
 def warm(served: Serving, tokens: list[int]) -> None:
     """Have the cache hold them."""
     served.ask(None, prompt=tokens, max_tokens=1)
-    while served.sequences and any(not asked.ended for asked in served.asked.values()):
+    while served.sequences and any(not request.ended for request in served.requests.values()):
         served.step()
 
 
@@ -31,7 +31,7 @@ def test_the_golden_example() -> None:
     """A (cold), B (900 of 1000 there), C (cold, the last), D (shares 800 with A): B, A, C, then D on A's."""
     served = Serving(policy="cache", max_num_batched_tokens=BUDGET)
     warm(served, OTHER[:912])
-    asked = {}
+    names = {}
     for name, arrival, prompt in (
         ("A", 0, COMMON),
         ("D", 200, COMMON[:800] + [7] * 200),
@@ -39,14 +39,14 @@ def test_the_golden_example() -> None:
         ("C", 900, [9] * 200),
     ):
         run_clock(served, arrival)
-        asked[served.ask(None, prompt=prompt, max_tokens=1).name] = name
+        names[served.ask(None, prompt=prompt, max_tokens=1).name] = name
     run_clock(served, 1000)
     served.begun.clear()
     served.step()
-    assert [asked[name] for name in served.begun] == ["B", "A", "C"]
+    assert [names[name] for name in served.begun] == ["B", "A", "C"]
     served.step()
-    assert [asked[name] for name in served.begun] == ["B", "A", "C", "D"]
-    tokens = {asked[name]: count for name, count in served.computed.items() if name in asked}
+    assert [names[name] for name in served.begun] == ["B", "A", "C", "D"]
+    tokens = {names[name]: count for name, count in served.computed.items() if name in names}
     assert tokens == {"A": 1000, "B": 1000 - 912, "C": 200, "D": 200}
 
 
@@ -124,7 +124,7 @@ class Overtaking:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_nobody_is_overtaken_by_much(seed: int) -> None:
+def test_no_sequence_is_overtaken_by_much(seed: int) -> None:
     """Not by what arrived more than 8 steps full of prompt tokens later, whatever is cached."""
     assert Overtaking(seed).run()["overtakes"] > 0
 
@@ -159,7 +159,7 @@ def test_a_prompt_is_looked_up_again_only_when_the_index_has_changed() -> None:
 
 
 def test_those_behind_the_window_get_their_turn() -> None:
-    """Many wait for one that computes their prefix: somebody behind all of them does not."""
+    """Many wait for one that computes their prefix: a request behind all of them does not."""
     served = Serving(policy="cache", max_num_seqs=4 * WINDOW)
     for _ in range(2 * WINDOW):
         served.ask(None, prompt=COMMON, max_tokens=1)

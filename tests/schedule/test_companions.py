@@ -45,7 +45,7 @@ def written(held: Companions[ScheduledSequence], companion: ScheduledSequence, n
     held.memory.check()
 
 
-def test_what_it_writes_is_nobody_elses_hit():
+def test_what_it_writes_is_no_other_sequences_hit():
     held, target = companions(), sequence(0)
     companion = begun(held, target, 10, 12)
     assert companion.num_computed == 12
@@ -122,7 +122,7 @@ def test_room_for_the_first_pass_for_drafts_and_for_everybodys_next_token(others
         assert held.has_room(target, FOOTPRINT, 4) is answer
 
 
-def test_no_more_room_is_asked_for_than_its_owner_will_ever_be_long():
+def test_no_more_room_is_reserved_than_its_owner_will_ever_be_long():
     held, target = companions(), sequence(0, num_tokens=5, max_len=6)
     held = companions(blocks_for(6 + 1, SIZE) + 1)
     assert held.has_room(target, FOOTPRINT, 1)

@@ -77,7 +77,7 @@ def test_the_first_token_comes_while_the_flood_computes_a_prompt_of_64_outputs()
     assert serving.num_running("flood") == 64
 
 
-def test_seats_go_half_and_half_and_nobody_is_preempted_to_and_fro():
+def test_seats_go_half_and_half_and_none_is_preempted_to_and_fro():
     serving = flooded(Serving())
     for _ in range(1024):
         serving.ask("other")
@@ -114,7 +114,7 @@ def test_a_short_prompt_is_computed_in_the_step_of_its_arrival_beside_long_ones(
     assert serving.rows["other"] == 20
     assert serving.rows["flood"] <= LEAST
     serving.steps(2)
-    assert serving.rows["flood"] >= 2047, "who only decodes takes nobody's prompt tokens"
+    assert serving.rows["flood"] >= 2047, "a tenant that only decodes takes no other's prompt tokens"
 
 
 def test_two_long_prompts_get_equal_parts_of_each_step():
@@ -129,7 +129,7 @@ def test_two_long_prompts_get_equal_parts_of_each_step():
 
 
 def test_by_turns_where_there_is_one_seat():
-    """Nobody is preempted; a newcomer waits for one of another's at most, and all take turns."""
+    """None is preempted; a newcomer waits for one of another's at most, and all take turns."""
     serving = Serving(max_num_seqs=1)
     for _ in range(5):
         serving.ask("a", max_tokens=3)
@@ -224,8 +224,8 @@ REQUEST = st.tuples(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 6), REQUEST), max_size=60))
-def test_nobody_waits_long_with_nothing_running(arrivals):
-    """Of requests that need a part of a tenant's blocks: who has nothing running has its turn in the next
+def test_no_tenant_waits_long_with_nothing_running(arrivals):
+    """Of requests that need a part of a tenant's blocks: a tenant with nothing running has its turn in the next
     step. Fairness takes no tenant's seats below its part, and each tenant's first sequence goes on."""
     serving = Serving(num_blocks=100, max_num_seqs=5, max_num_batched_tokens=40)
     for pause, (tenant, num_prompt, max_tokens, num_outputs) in arrivals:
@@ -236,7 +236,7 @@ def test_nobody_waits_long_with_nothing_running(arrivals):
         if not serving.scheduler.running and not serving.scheduler.waiting:
             break
         fair_step(serving)
-    assert all(one.ended for one in serving.asked.values())
+    assert all(one.ended for one in serving.requests.values())
     assert serving.memory.stats().in_use == 0
 
 

@@ -135,7 +135,7 @@ def run(scheduler, seq, num_tokens, draw):
     """Compute a sequence alone up to a length, with its passes."""
     while seq.num_computed < num_tokens:
         plan = scheduler.schedule()
-        assert plan.rows, "nobody can go on"
+        assert plan.rows, "no sequence can go on"
         assert not plan.failed
         assert scheduler.update_from_output(plan, StepDone(tuple(row.seq_id for row in plan.rows))) == []
         for done in scheduler.compress([seq]):

@@ -1,4 +1,4 @@
-"""What one sequence computes no other one computes at the same time, and nobody waits for it for ever."""
+"""What one sequence computes no other one computes at the same time, and none waits for it for ever."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Slow(Serving):
 
 def finish(served: Serving) -> None:
     for _ in range(2000):
-        if not served.sequences or all(asked.ended for asked in served.asked.values()):
+        if not served.sequences or all(request.ended for request in served.requests.values()):
             return
         served.step()
     raise AssertionError(f"{len(served.scheduler.waiting)} wait for ever")
@@ -74,7 +74,7 @@ def test_little_is_not_worth_it_and_counts_behind_what_is_there(shared, waits) -
         assert served.scheduler.in_flight.num_waits == waits, known
 
 
-def test_another_salt_waits_for_nobody() -> None:
+def test_another_salt_does_not_wait() -> None:
     served = Slow()
     for salt in ("a", "b", "a"):
         served.ask(None, prompt=SHARED, max_tokens=1, cache_salt=salt)
@@ -137,16 +137,16 @@ def test_what_happens_to_the_owner_ends_the_wait(happens) -> None:
 
 def test_who_waits_for_one_that_ends_waits_for_the_next() -> None:
     served = Slow()
-    asked = [served.ask(None, prompt=SHARED, max_tokens=1) for _ in range(4)]
+    requests = [served.ask(None, prompt=SHARED, max_tokens=1) for _ in range(4)]
     served.step()
-    served.scheduler.remove(asked[0].sequences[0])
-    served.sequences.pop(asked[0].sequences[0].seq_id)
-    del served.asked[asked[0].name]
+    served.scheduler.remove(requests[0].sequences[0])
+    served.sequences.pop(requests[0].sequences[0].seq_id)
+    del served.requests[requests[0].name]
     finish(served)
     assert computed(served)[1:] == [400, SIZE, SIZE]
 
 
-def test_nobody_waits_more_than_so_many_times() -> None:
+def test_no_sequence_waits_more_than_so_many_times() -> None:
     served = Slow()
     owner, waiting = (served.ask(None, prompt=SHARED, chunk=16).sequences[0] for _ in range(2))
     for number in range(1, MOST_WAITS + 1):
@@ -168,13 +168,13 @@ def test_a_tenant_that_waits_keeps_its_turn() -> None:
     for _ in range(10):
         served.ask("a", num_prompt=10, max_tokens=4)
     finish(served)
-    ask = served.asked["b-1"]
+    ask = served.requests["b-1"]
     assert ask.first_token is not None
     assert ask.first_token <= 2 * len(SHARED) // CHUNK + 4
 
 
 def test_many_that_wait_cost_little_each() -> None:
-    """Each is looked up once, then only asked whether its owner goes on."""
+    """Each is looked up once; then only the state of its owner is checked."""
     served = Slow(max_num_seqs=256)
     for _ in range(300):
         served.ask(None, prompt=SHARED, max_tokens=1, chunk=40)

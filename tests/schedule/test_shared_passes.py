@@ -43,7 +43,7 @@ class Pair:
 
     def step(self):
         plan = self.scheduler.schedule()
-        assert plan.rows, "somebody can always go on"
+        assert plan.rows, "a sequence can always go on"
         assert not plan.failed
         self.preempted += [lost.seq_id for lost in plan.preempted]
         rows = {row.seq_id: row for row in plan.rows}
@@ -142,13 +142,13 @@ def test_two_that_ask_for_the_same_cause_one_read():
     assert prefixes.arrived(key())
     assert not prefixes.must_wait(1)
     assert prefixes.has_missed(2)
-    assert not prefixes.has_missed(2), "it is said once"
+    assert not prefixes.has_missed(2), "it is reported once"
     prefixes.leave(1)
     prefixes.leave(2)
     assert prefixes.num_deferred == prefixes.num_coming == 0
 
 
-def test_nobody_waits_longer_than_told():
+def test_no_sequence_waits_longer_than_its_limit():
     prefixes, clock = below(wait_s=2.0)
     prefixes.know([(key().name, 100)])
     prefixes.ask(asker(1, key()))
@@ -157,11 +157,11 @@ def test_nobody_waits_longer_than_told():
     clock.now = 2.0
     assert not prefixes.must_wait(1)
     prefixes.ask(asker(1, key()))
-    assert not prefixes.must_wait(1), "who asks again has no more time"
+    assert not prefixes.must_wait(1), "a sequence that asks again has no more time"
     assert prefixes.arrived(key()), "it is still read, for others"
 
 
-def test_what_is_not_asked_for():
+def test_what_is_not_wanted():
     prefixes, _ = below()
     assert not prefixes.ask(asker(1, key()))
     prefixes.know([(key().name, 100), (key(1, is_lasting=False).name, 100)])

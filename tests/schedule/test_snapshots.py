@@ -123,7 +123,7 @@ def test_one_from_elsewhere_is_whoever_begins_with_it():
 
 
 def test_one_that_is_to_be_kept_goes_behind_others_for_its_time():
-    """A hit begins the time anew; afterwards it is one like any other; nobody lacks blocks for it."""
+    """A hit begins the time anew; afterwards it is one like any other; no sequence lacks blocks for it."""
     world = World(8)  # four of them
     kept = world.leave(key([0]), keep_s=60.0)
 
@@ -148,8 +148,8 @@ def test_one_that_is_to_be_kept_goes_behind_others_for_its_time():
     assert world.memory.num_idle == 0
 
 
-def test_one_that_is_left_again_is_kept_as_asked_then():
-    """It goes behind the others, is as important, and stays for the time asked for then."""
+def test_one_that_is_left_again_is_kept_for_its_new_time():
+    """It goes behind the others, is as important, and stays for the time passed then."""
     world = World(8)
     first = world.leave(key([0]), priority=3)
     others = [world.leave(key([1 + n]), priority=1) for n in range(3)]

@@ -204,7 +204,7 @@ def test_who_finds_no_slots_is_computed_again_and_the_others_are_parked():
 
 
 def test_who_ends_before_it_is_moved_is_not_moved():
-    """Its slots may be somebody else's by then."""
+    """Its slots may be another sequence's by then."""
     bench = Bench(num_host_slots=12)
     first, second = bench.ask(6, 2), bench.ask(6)
     bench.step()

@@ -11,7 +11,7 @@ from functools import partial
 from socket import socket
 from typing import Any
 
-from client import answer, asked, connect, exchange, head, post, status
+from client import answer, connect, exchange, head, post, request_body, status
 from server import ATTACKER, KEYED, MODEL, OPERATOR, OTHER, Target
 
 MAX_LEN = 4096
@@ -38,7 +38,7 @@ Strike = Callable[[Target], list[Outcome]]
 class Attack:
     """strike: attack once; check: what was missed otherwise; refused: judged by time and memory as well;
     growth: most bytes by which memory may grow, where it is not refused
-    judged: not where it is no attack, but what the defaults let a client ask"""
+    judged: not where it is no attack, but what the defaults let a client send"""
 
     name: str
     strike: Strike
@@ -57,8 +57,8 @@ class Server:
 
 def timed(work: Callable[[], bytes], sent: int = 0, together: int = 0) -> Outcome:
     begun = time.perf_counter()
-    said = work()
-    return Outcome(status(said), sent, time.perf_counter() - begun, together)
+    response = work()
+    return Outcome(status(response), sent, time.perf_counter() - begun, together)
 
 
 def posting(path: str, make: Callable[[], bytes], num_clients: int = 1) -> Strike:
@@ -73,8 +73,8 @@ def posting(path: str, make: Callable[[], bytes], num_clients: int = 1) -> Strik
     return strike
 
 
-def asking(path: str, num_clients: int = 1, **fields: Any) -> Strike:
-    return posting(path, lambda: asked(**fields), num_clients)
+def request(path: str, num_clients: int = 1, **fields: Any) -> Strike:
+    return posting(path, lambda: request_body(**fields), num_clients)
 
 
 def sending(method: str, path: str, key: str | None = None, **headers: str) -> Strike:
@@ -101,20 +101,20 @@ def endless(begin: Callable[[Target], bytes], piece: bytes, most: int) -> Strike
                     sent += len(piece)
             except OSError:
                 pass
-            said = answer(client)
-        return [Outcome(status(said), sent, time.perf_counter() - begun, sent)]
+            response = answer(client)
+        return [Outcome(status(response), sent, time.perf_counter() - begun, sent)]
 
     return strike
 
 
-SAID = f'{{"model":"{MODEL}","max_tokens":1,"messages":['
+MESSAGES_HEAD = f'{{"model":"{MODEL}","max_tokens":1,"messages":['
 OPTIONS = f'{{"model":"{MODEL}","prompt":"a","kv_compression":{{"policy":"knorm","options":{{"a":['
 HOSTILE = {
     "wrong tokens": ("/detokenize", '{"tokens":[', '""', "]}"),
-    "empty messages": (CHAT, SAID, "{}", "]}"),
-    "empty blocks": (MESSAGES, SAID + '{"role":"user","content":[', "{}", "]}]}"),
+    "empty messages": (CHAT, MESSAGES_HEAD, "{}", "]}"),
+    "empty blocks": (MESSAGES, MESSAGES_HEAD + '{"role":"user","content":[', "{}", "]}]}"),
     "lists in a policy's option": (COMPLETIONS, OPTIONS, "[]", "]}}}"),
-    "one-character messages": (CHAT, SAID, '{"role":"user","content":"a"}', "]}"),
+    "one-character messages": (CHAT, MESSAGES_HEAD, '{"role":"user","content":"a"}', "]}"),
     "open brackets": (CHAT, "[", "[[[[[[[[", ""),
 }
 
@@ -203,14 +203,14 @@ def no_traceback(target: Target) -> list[str]:
 
 
 def redirect(target: Target) -> list[Outcome]:
-    asked_for = head("GET", "/metrics/", None, host="evil.example", x_api_key=OPERATOR)
-    said = exchange(target.port, asked_for)
-    return [Outcome(500 if b"location:" in said.lower() else status(said))]
+    get = head("GET", "/metrics/", None, host="evil.example", x_api_key=OPERATOR)
+    response = exchange(target.port, get)
+    return [Outcome(500 if b"location:" in response.lower() else status(response))]
 
 
 def finite_metrics(target: Target) -> list[str]:
-    asked_for = head("GET", "/metrics", target.key(OPERATOR), connection="close")
-    text = exchange(target.port, asked_for, whole=True)
+    get = head("GET", "/metrics", target.key(OPERATOR), connection="close")
+    text = exchange(target.port, get, whole=True)
     sums = [line for line in text.splitlines() if line.startswith(b"vllm:request_params_max_tokens_sum")]
     return [] if sums and b"Inf" not in sums[0] else [f"the sum of max_tokens is {sums}"]
 
@@ -222,7 +222,7 @@ def ids(count: int, step: int = 1, first: int = 0) -> list[int]:
 def crowding(target: Target) -> list[Outcome]:
     """As much as one key may have at once, for a few seconds."""
     prompts = [ids(64, first=row) for row in range(256)]
-    body = asked(prompt=prompts, max_tokens=2000, ignore_eos=True, stream=True)
+    body = request_body(prompt=prompts, max_tokens=2000, ignore_eos=True, stream=True)
     clients = [connect(target.port) for _ in range(2)]
     for client in clients:
         client.sendall(post(COMPLETIONS, target.key(ATTACKER), body))
@@ -236,7 +236,7 @@ def crowding(target: Target) -> list[Outcome]:
 
 
 def kept_for_a_day(prompt: list[int]) -> bytes:
-    return asked(prompt=prompt, max_tokens=1, prompt_cache_retention="24h")
+    return request_body(prompt=prompt, max_tokens=1, prompt_cache_retention="24h")
 
 
 def pins(target: Target) -> list[Outcome]:
@@ -250,7 +250,7 @@ def another_keeps_its_pin(target: Target) -> list[str]:
     mine = post(COMPLETIONS, target.key(OTHER), kept_for_a_day(ids(800, 7, 1)), connection="close")
     exchange(target.port, mine, whole=True)
     for row in range(20):
-        asking(COMPLETIONS, prompt=ids(1500, row + 11), max_tokens=1)(target)
+        request(COMPLETIONS, prompt=ids(1500, row + 11), max_tokens=1)(target)
     cached = re.search(rb'"cached_tokens":(\d+)', exchange(target.port, mine, whole=True))
     return [] if cached and int(cached[1]) > 0 else ["another tenant's pinned prompt was given up"]
 
@@ -271,36 +271,37 @@ BIAS = {str(token): 1 for token in range(49_152)}
 TENANTS = [
     *hostile(16 << 20, "16 MB"),
     *hostile(CAP - 64, "as large as bodies may be"),
-    *(Attack(name, asking(COMPLETIONS, **fields)) for name, fields in COMPLETING.items()),
+    *(Attack(name, request(COMPLETIONS, **fields)) for name, fields in COMPLETING.items()),
     Attack(
         "prompt_logprobs, as many as are allowed",
-        asking(COMPLETIONS, prompt=IDS[:3000], max_tokens=1, prompt_logprobs=20),
+        request(COMPLETIONS, prompt=IDS[:3000], max_tokens=1, prompt_logprobs=20),
         **ALLOWED,
         judged=False,
     ),
-    Attack("eight texts of 15 MB to /tokenize", asking("/tokenize", 8, prompt=TEXT * 600_000)),
-    Attack("eight texts of 1 MB to /tokenize", asking("/tokenize", 8, prompt=TEXT * 40_000)),
+    Attack("eight texts of 15 MB to /tokenize", request("/tokenize", 8, prompt=TEXT * 600_000)),
+    Attack("eight texts of 1 MB to /tokenize", request("/tokenize", 8, prompt=TEXT * 40_000)),
     Attack(
         "eight texts to /tokenize, as long as are allowed",
-        asking("/tokenize", 8, prompt=(TEXT * 6000)[: 32 * MAX_LEN - 1]),
+        request("/tokenize", 8, prompt=(TEXT * 6000)[: 32 * MAX_LEN - 1]),
         **ALLOWED,
     ),
-    Attack("count_tokens of 8.8 MB", asking("/v1/messages/count_tokens", messages=MANY)),
+    Attack("count_tokens of 8.8 MB", request("/v1/messages/count_tokens", messages=MANY)),
     *(
         Attack(
-            f"a variable of {mb} MB", asking(CHAT, messages=USER, chat_template_kwargs={"x" * (mb << 20): 1})
+            f"a variable of {mb} MB",
+            request(CHAT, messages=USER, chat_template_kwargs={"x" * (mb << 20): 1}),
         )
         for mb in (8, 1)
     ),
-    Attack("logit_bias of 49,152 entries", asking(MESSAGES, messages=USER, max_tokens=40, logit_bias=BIAS)),
+    Attack("logit_bias of 49,152 entries", request(MESSAGES, messages=USER, max_tokens=40, logit_bias=BIAS)),
     Attack(
         "max_tokens of 308 digits",
-        asking(COMPLETIONS, prompt="a", max_tokens=10**308, stop=["x"]),
+        request(COMPLETIONS, prompt="a", max_tokens=10**308, stop=["x"]),
         check=finite_metrics,
     ),
     Attack(
         "max_tokens of 400 digits",
-        asking(COMPLETIONS, prompt="a", max_tokens=10**400),
+        request(COMPLETIONS, prompt="a", max_tokens=10**400),
         check=finite_metrics,
     ),
     Attack("a forged line of the log", sending("GET", FORGERY), check=no_forged_line),
@@ -311,10 +312,10 @@ TENANTS = [
 ROOM = [
     Attack(
         "1024 prompts times 64",
-        asking(COMPLETIONS, prompt=[[9, 10]] * 1024, n=64, max_tokens=4000, ignore_eos=True),
+        request(COMPLETIONS, prompt=[[9, 10]] * 1024, n=64, max_tokens=4000, ignore_eos=True),
     ),
     Attack("as many outputs as one key may have", crowding, (None, 200), refused=False),
-    Attack("priority -10**9", asking(COMPLETIONS, prompt=[[9, 10]] * 60, max_tokens=100, priority=-(10**9))),
+    Attack("priority -10**9", request(COMPLETIONS, prompt=[[9, 10]] * 60, max_tokens=100, priority=-(10**9))),
     Attack("all pins for a day", pins, **ALLOWED, check=another_keeps_its_pin),
 ]
 REBOUND = sending("GET", "/v1/models", host="rebind.evil:80")

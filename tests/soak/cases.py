@@ -157,7 +157,7 @@ def expected(case: Case, llm: LLM) -> Seen:
 
 
 def _prompts(body: dict[str, Any]) -> list[Any]:
-    """The demo model's template joins what was said with spaces."""
+    """The demo model's template joins the messages with spaces."""
     if "messages" in body:
         return [" ".join(message["content"] for message in body["messages"])]
     several = isinstance(body["prompt"], list) and isinstance(body["prompt"][0], str)

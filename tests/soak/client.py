@@ -30,8 +30,8 @@ def post(path: str, key: str | None, body: bytes, **headers: str) -> bytes:
     return head("POST", path, key, **sizes, **headers) + body
 
 
-def asked(**fields: Any) -> bytes:
-    """A body that asks for something of the model."""
+def request_body(**fields: Any) -> bytes:
+    """Return the body of a request to the model."""
     return json.dumps({"model": MODEL, **fields}).encode()
 
 
@@ -53,25 +53,25 @@ def exchange(port: int, sent: bytes, source: str = ATTACKING, *, whole: bool = F
         return answer(client, whole=whole)
 
 
-def status(said: bytes) -> int | None:
-    return int(said.split(None, 2)[1]) if said else None
+def status(response: bytes) -> int | None:
+    return int(response.split(None, 2)[1]) if response else None
 
 
 def health(target: Target) -> None:
     """Raises: ValueError unless it is well."""
-    said = exchange(target.port, head("GET", "/health", None), WATCHING)
-    if status(said) != 200:
-        raise ValueError(f"/health said {said[:60]!r}")
+    response = exchange(target.port, head("GET", "/health", None), WATCHING)
+    if status(response) != 200:
+        raise ValueError(f"/health answered {response[:60]!r}")
 
 
 def first_token(target: Target, prompt: str) -> None:
     """Return once it has come. Raises: ValueError if something else did."""
-    body = asked(prompt=prompt, max_tokens=1, stream=True, ignore_eos=True)
+    body = request_body(prompt=prompt, max_tokens=1, stream=True, ignore_eos=True)
     with connect(target.port, WATCHING) as client:
         client.sendall(post("/v1/completions", target.key(OTHER), body))
-        said = b""
-        while b"data: " not in said:
+        response = b""
+        while b"data: " not in response:
             piece = answer(client)
-            said += piece
-            if not piece or status(said) != 200:
-                raise ValueError(f"a completion said {said[:60]!r}")
+            response += piece
+            if not piece or status(response) != 200:
+                raise ValueError(f"a completion answered {response[:60]!r}")

@@ -7,8 +7,8 @@ import re
 from functools import partial
 from typing import Any
 
-from attacks import CHAT, COMPLETIONS, MESSAGES, USER, Attack, Strike, asking, filled, posting, timed
-from client import asked, exchange, head, post, status
+from attacks import CHAT, COMPLETIONS, MESSAGES, USER, Attack, Strike, filled, posting, request, timed
+from client import exchange, head, post, request_body, status
 from server import ATTACKER, MODEL, Target
 
 RESPONSES = "/v1/responses"
@@ -82,27 +82,27 @@ def schema_attack(name: str, schema: Any) -> Attack:
     if schema is None:
         return Attack(name, posting(COMPLETIONS, partial(deep, 5000)))
     fields = {"structured_outputs": {"json": schema}, "prompt": "a", "max_tokens": 32}
-    return Attack(name, asking(COMPLETIONS, **fields), **BOUNDED)
+    return Attack(name, request(COMPLETIONS, **fields), **BOUNDED)
 
 
 def storing(target: Target) -> bytes:
-    """The answer to a request whose response is kept."""
-    body = asked(input=TEXT, max_output_tokens=1)
+    """Return the answer to a request whose response is stored."""
+    body = request_body(input=TEXT, max_output_tokens=1)
     sent = post(RESPONSES, target.key(ATTACKER), body, connection="close")
     return exchange(target.port, sent, whole=True)
 
 
 def latest_alone(target: Target) -> list[str]:
     """Of those that were stored the latest are there, and no others."""
-    said = [storing(target).decode() for _ in range(MOST_STORED + 4)]
-    ids = [re.findall(r'"id":"(resp_[\w-]+)"', each)[0] for each in said]
+    responses = [storing(target).decode() for _ in range(MOST_STORED + 4)]
+    ids = [re.findall(r'"id":"(resp_[\w-]+)"', each)[0] for each in responses]
     gets = [head("GET", f"{RESPONSES}/{each}", target.key(ATTACKER)) for each in ids]
     found = [status(exchange(target.port, get)) for get in gets]
     return [] if found == [404] * 4 + [200] * MOST_STORED else [f"of those stored there are {found}"]
 
 
 def chatting(**fields: Any) -> Strike:
-    return asking(CHAT, messages=USER, max_tokens=8, **fields)
+    return request(CHAT, messages=USER, max_tokens=8, **fields)
 
 
 STRUCTURED = [
@@ -110,7 +110,7 @@ STRUCTURED = [
     *(
         Attack(
             name,
-            asking(COMPLETIONS, prompt="a", max_tokens=32, structured_outputs=given),
+            request(COMPLETIONS, prompt="a", max_tokens=32, structured_outputs=given),
             **BOUNDED,
         )
         for name, given in GRAMMARS.items()
@@ -119,7 +119,7 @@ STRUCTURED = [
     Attack("the same, forced", chatting(tools=[FUNCTION], tool_choice="required"), **BOUNDED),
     Attack("1,000 functions, forced", chatting(tools=MANY, tool_choice="required"), **BOUNDED),
     *(
-        Attack(f"1,000 functions {kind} be strict", asking(RESPONSES, input="a", tools=tools), **BOUNDED)
+        Attack(f"1,000 functions {kind} be strict", request(RESPONSES, input="a", tools=tools), **BOUNDED)
         for kind, tools in (("that may", FLAT), ("of which none can", WRONG))
     ),
     Attack(
@@ -128,7 +128,9 @@ STRUCTURED = [
         **BOUNDED,
     ),
     Attack(
-        "a tool of 10,000 parameters", asking(MESSAGES, messages=USER, max_tokens=8, tools=[TOOL]), **BOUNDED
+        "a tool of 10,000 parameters",
+        request(MESSAGES, messages=USER, max_tokens=8, tools=[TOOL]),
+        **BOUNDED,
     ),
 ]
 STORED = Attack(

@@ -1,7 +1,7 @@
 """Many clients at once, with everything that a client may do: every finished answer must be the one that the
 same request gets alone, and in the end every block must be back. Over the second half of the requests another
-tenant attacks, and others ask what the server's own description allows: nothing may be answered with a 5xx,
-and what the attack did to first tokens is told.
+tenant attacks, and others send what the server's own description allows: nothing may be answered with a 5xx,
+and the report has the effect of the attack on first tokens.
 
     python tests/soak/serve.py --requests 1000 --clients 64
 """
@@ -176,12 +176,12 @@ async def beside(report: Report, target: Target, *programs: str) -> AsyncIterato
     finally:
         for program, process in zip(programs, running, strict=True):
             try:  # its input ends, and so does it
-                said, _ = await asyncio.wait_for(process.communicate(b""), LAST_ANSWER_S)
+                output, _ = await asyncio.wait_for(process.communicate(b""), LAST_ANSWER_S)
             except TimeoutError:
                 process.kill()
                 report.violations.append(f"{program} waited {LAST_ANSWER_S:g} s for its last answer")
                 continue
-            *problems, report.facts[program] = said.decode().splitlines() or ["it said nothing"]
+            *problems, report.facts[program] = output.decode().splitlines() or ["it printed nothing"]
             report.violations += [f"{program}: {problem}" for problem in problems]
             if process.returncode:
                 report.violations.append(f"{program} ended with exit code {process.returncode}")

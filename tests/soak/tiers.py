@@ -94,7 +94,7 @@ class Soak:
         size = min(len(self.left), PER_PHASE, max(20, self.num_requests // 6))
         requests = dict(self.left.popleft() for _ in range(size))
         kill_after = self.rng.randrange(size) if self.rng.random() < 0.5 else None
-        told = {
+        settings = {
             "seed": self.seed * 10_000 + number,
             "cases_seed": self.seed,
             "num_requests": self.num_requests,
@@ -103,7 +103,7 @@ class Soak:
             "fault_rate": self.rng.choice(FAULT_RATES),
         }
         with tempfile.TemporaryFile("w+") as errors:
-            killed, code, closed = self._run(told, requests, kill_after, errors.fileno())
+            killed, code, closed = self._run(settings, requests, kill_after, errors.fileno())
             if not killed and (code or not closed or requests):
                 errors.seek(0)
                 left = f"{len(requests)} requests without an answer"
@@ -113,7 +113,7 @@ class Soak:
         print(f"phase {number}: {len(self.left)} requests left", file=sys.stderr)
 
     def _run(
-        self, told: dict[str, object], requests: dict[int, int], kill_after: int | None, errors: int
+        self, settings: dict[str, object], requests: dict[int, int], kill_after: int | None, errors: int
     ) -> tuple[bool, int, bool]:
         """Take answers out of the requests as they come. Returns: whether the process was killed, its code,
         whether it closed its engine."""
@@ -122,14 +122,14 @@ class Soak:
         command = [sys.executable, Path(__file__).with_name("tiers_phase.py")]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
         with subprocess.Popen(command, text=True, **pipes) as process:
-            process.stdin.write(json.dumps(told))
+            process.stdin.write(json.dumps(settings))
             process.stdin.close()
             for line in process.stdout:
-                said = json.loads(line) if line.endswith("\n") else {}
-                counted = said.get("stats", counted)
-                closed = closed or "closed" in said
-                if "place" in said:
-                    self._take(said, requests.pop(said["place"]))
+                report = json.loads(line) if line.endswith("\n") else {}
+                counted = report.get("stats", counted)
+                closed = closed or "closed" in report
+                if "place" in report:
+                    self._take(report, requests.pop(report["place"]))
                     num_answers += 1
                 if kill_after is not None and num_answers >= kill_after and not killed:
                     time.sleep(self.rng.random() * 0.05)
@@ -139,15 +139,15 @@ class Soak:
         self.counts.update(counted)
         return killed, code, closed
 
-    def _take(self, said: dict[str, Any], number: int) -> None:
+    def _take(self, report: dict[str, Any], number: int) -> None:
         case = self.cases[number]
-        if said.get("aborted"):
+        if report.get("aborted"):
             self.outcomes["aborted"] += 1
-        elif said["error"] is not None or len(said["tokens"]) != case.n:
-            raise WrongError(f"{case}: {said}")
+        elif report["error"] is not None or len(report["tokens"]) != case.n:
+            raise WrongError(f"{case}: {report}")
         elif not case.greedy:
             self.outcomes["drawn"] += 1
-        elif self.oracle.is_tie(number, said["tokens"]):
+        elif self.oracle.is_tie(number, report["tokens"]):
             self.outcomes["a tie"] += 1
         else:
             kind = (

@@ -1,5 +1,5 @@
 """One phase of the soak of the tiers, in a process that may be killed: an engine over a directory, requests,
-faults of the disk. Told by a JSON object on stdin; tells by a JSON object a line."""
+faults of the disk. Reads a JSON object of settings from stdin; writes reports, a JSON object a line."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ DRAIN_S = 60.0
 @dataclass(frozen=True)
 class Case:
     """One request. policy: None for the full cache; budget: of the policy; compress_prompt_at: tokens of a
-    document that is compressed once for all who ask about it; greedy: with several outputs each is drawn from
+    document that is compressed once for all requests with it; greedy: with several outputs each is drawn from
     one token."""
 
     prompt: tuple[int, ...]
@@ -104,7 +104,7 @@ def _case(rng: random.Random, documents: list[list[int]]) -> Case:
 
 
 class Faulty(FileIO):
-    """Calls that fail, move less than they are asked to, or take long, each at this rate."""
+    """Calls that fail, move fewer bytes than requested, or take long, each at this rate."""
 
     def __init__(self, rate: float, seed: int) -> None:
         self.rate, self.rng = rate, random.Random(seed)
@@ -170,11 +170,11 @@ class Phase:
                 self._begin(*waiting.popleft())
             for request in self.engine.step().requests:
                 if request.finished:
-                    self._tell(request)
+                    self._report(request)
             self._give_up()
             if self.engine.totals.steps % 25 == 0:
                 self.engine.memory.check()
-                say(stats=self.stats())
+                report(stats=self.stats())
             faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
 
     def _begin(self, place: int, number: int) -> None:
@@ -191,11 +191,11 @@ class Phase:
         leaves = self.engine.totals.steps + self.rng.randrange(12) if self.rng.random() < 0.06 else None
         self._running[request.request_id] = request, leaves
 
-    def _tell(self, request: Request) -> None:
+    def _report(self, request: Request) -> None:
         del self._running[request.request_id]
         tokens = [output.token_ids for output in request.output().outputs]
         preemptions = request.collect_metrics().preemptions
-        say(place=int(request.request_id), tokens=tokens, error=request.error, preemptions=preemptions)
+        report(place=int(request.request_id), tokens=tokens, error=request.error, preemptions=preemptions)
 
     def _give_up(self) -> None:
         now = self.engine.totals.steps
@@ -203,7 +203,7 @@ class Phase:
             if leaves is not None and now >= leaves:
                 self.engine.abort(name)
                 del self._running[name]
-                say(place=int(name), aborted=True)
+                report(place=int(name), aborted=True)
 
     def end(self) -> None:
         """All that is under way arrives; then nothing is held any more."""
@@ -219,9 +219,9 @@ class Phase:
         held = [memory.stats().in_use, *(pool.num_in_use for pool in below)]
         assert held == [0, 0, 0], f"referenced in the pool, on the host, on disk: {held}"
         assert not tiers.memory.offload.parking.num_parked, "a sequence is parked"
-        say(stats=self.stats())
+        report(stats=self.stats())
         self.llm.close()
-        say(closed=True)
+        report(closed=True)
 
     def stats(self) -> dict[str, int]:
         """Counts since the start of the phase."""
@@ -244,20 +244,20 @@ class Phase:
         }
 
 
-def say(**what: Any) -> None:
-    print(json.dumps(what), flush=True)
+def report(**facts: Any) -> None:
+    print(json.dumps(facts), flush=True)
 
 
 def main() -> None:
-    told = json.loads(sys.stdin.read())
-    rng = random.Random(told["seed"])
+    settings = json.loads(sys.stdin.read())
+    rng = random.Random(settings["seed"])
     faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
-    llm = make_engine(told["directory"], rng)
+    llm = make_engine(settings["directory"], rng)
     assert llm.engine.cache.bytes_per_block == BLOCK_BYTES, llm.engine.cache.bytes_per_block
     tiers = llm.engine.tiers
-    tiers.disk.file.io = tiers.prefixes.files.io = Faulty(told["fault_rate"], told["seed"])
-    phase = Phase(llm, make_cases(told["cases_seed"], told["num_requests"]), rng)
-    phase.run(told["requests"])
+    tiers.disk.file.io = tiers.prefixes.files.io = Faulty(settings["fault_rate"], settings["seed"])
+    phase = Phase(llm, make_cases(settings["cases_seed"], settings["num_requests"]), rng)
+    phase.run(settings["requests"])
     phase.end()
     faulthandler.cancel_dump_traceback_later()
 

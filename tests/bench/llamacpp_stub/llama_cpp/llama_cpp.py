@@ -130,16 +130,16 @@ def llama_state_seq_get_size(context, sequence):
 
 
 def llama_state_seq_get_data(context, target, size, sequence):
-    told = _state(context, sequence)
-    ctypes.memmove(target, told, len(told))
-    return len(told)
+    state = _state(context, sequence)
+    ctypes.memmove(target, state, len(state))
+    return len(state)
 
 
 def llama_state_seq_set_data(context, source, size, sequence):
-    told = ctypes.string_at(source, size)
-    streams, held = np.frombuffer(told, "<u4", 2, 8)
+    state = ctypes.string_at(source, size)
+    streams, held = np.frombuffer(state, "<u4", 2, 8)
     assert streams == len(context.keys)
     at = 16 + 12 * held + 8 + 12
-    context.keys[sequence] = [int(key) for key in np.frombuffer(told, "<f4", held, at)]
-    assert _state(context, sequence)[12 : at + 4 * held] == told[12 : at + 4 * held] or sequence
+    context.keys[sequence] = [int(key) for key in np.frombuffer(state, "<f4", held, at)]
+    assert _state(context, sequence)[12 : at + 4 * held] == state[12 : at + 4 * held] or sequence
     return size
