@@ -28,7 +28,7 @@ def test_the_real_models_best_is_a_learned_score_with_unequal_heads(real) -> Non
 
 
 def test_the_demo_models_best_is_query_mixtures_with_unequal_heads() -> None:
-    """It does not read back what it is told again, and no candidate that it can have was left out."""
+    """It does not read back what is repeated, and no candidate that it can have was left out."""
     trial = QueryStats.load(demo_model() / STATS_FILE).metadata.trial
     assert trial.best == "shares(query_mixture, by=static)"
     assert trial.loss("query_mixture") < trial.loss("shares(surrogate)")

@@ -319,9 +319,7 @@ def save_model(family: str, directory: Path, *, seed: int = 5, **overrides: Any)
         model.generation_config.eos_token_id = overrides.get("eos_token_id")
     model.save_pretrained(directory)
     if family == "llama":
-        tokenizer(eos_token=None).save_pretrained(
-            directory
-        )  # where none is asked for, nothing ends an output
+        tokenizer(eos_token=None).save_pretrained(directory)  # without an eos_token_id nothing ends an output
     return Path(directory)
 
 

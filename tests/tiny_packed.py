@@ -112,7 +112,7 @@ def write(
 
     overrides: fields of the model's config
     """
-    pack, said = SCHEMES[kind]
+    pack, fields = SCHEMES[kind]
     tiny.save_model(family, directory, **overrides)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -125,6 +125,6 @@ def write(
                 module.weight.copy_(numbers)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": kind, **said, **(settings or {})}
+    config["quantization_config"] = {"quant_method": kind, **fields, **(settings or {})}
     (directory / "config.json").write_text(json.dumps(config))
     return model

@@ -86,8 +86,8 @@ def test_both_sides_stand_in_one_report_and_a_second_run_asks_for_what_is_missin
     assert kept[1] == 0.2
     assert 0 <= CONTEXT * (kept[1] - kept[0]) < report["header"]["block_size"]
     assert rows["knorm"]["compactions"] == 2
-    asked = [json.loads(line) for line in (tmp_path / "worker.py.cells").read_text().splitlines()]
-    assert asked == [
+    cells = [json.loads(line) for line in (tmp_path / "worker.py.cells").read_text().splitlines()]
+    assert cells == [
         [["full", 1], ["half", 0.2], ["none", 0.2]],
         [["full", 1], ["half", 0.2]],
         [["none", 0.2]],

@@ -175,7 +175,7 @@ def test_events_are_recorded_while_the_device_is_busy(monkeypatch):
     assert CALLS == ["work", "event", "work", "event", "wait"]
 
 
-def test_what_cannot_be_captured_is_called_and_said(monkeypatch):
+def test_what_cannot_be_captured_is_called_and_reported(monkeypatch):
     from kvreclaim.engine.execute import graphs
 
     def work() -> None:

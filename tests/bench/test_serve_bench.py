@@ -39,10 +39,10 @@ class Page(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.answer(b"{{}}")
     def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if self.path == "/completion":
-            return self.answer(json.dumps({{"tokens": [7] * asked["n_predict"]}}).encode())
-        count = asked["max_tokens"] - {fewer}
+            return self.answer(json.dumps({{"tokens": [7] * body["n_predict"]}}).encode())
+        count = body["max_tokens"] - {fewer}
         events = [{{"choices": [{{"text": "a"}}]}}] * count
         events.append({{"choices": [], "usage": {{"completion_tokens": count}}}})
         lines = [*map(json.dumps, events), "[DONE]"]
@@ -74,7 +74,7 @@ def file(tmp_path, monkeypatch):
 
 @pytest.fixture
 def peer(tmp_path):
-    """Makes the stand-in beside an interpreter: its options. fewer: tokens than were asked for."""
+    """Makes the stand-in beside an interpreter: its options. fewer: tokens than max_tokens."""
 
     def make(fewer=0):
         (tmp_path / "python").touch()

@@ -57,9 +57,9 @@ def test_the_engine_is_as_before(llm):
 
 
 def test_requests_come_at_their_times(llm):
-    asked = [Timed(0.0, 20, 3), Timed(0.05, 30, 1), Timed(0.1, 10, 8)]
-    served = replay(llm, asked, random.Random(0))
-    for each, found in zip(asked, served, strict=True):
+    requests = [Timed(0.0, 20, 3), Timed(0.05, 30, 1), Timed(0.1, 10, 8)]
+    served = replay(llm, requests, random.Random(0))
+    for each, found in zip(requests, served, strict=True):
         assert each.arrival_s < found.first_token_s <= found.end_s
     assert served[1].first_token_s == served[1].end_s
     assert served[2].first_token_s < served[2].end_s

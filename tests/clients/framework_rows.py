@@ -231,7 +231,7 @@ def agents_responses(at: At) -> None:
 
 @ROWS.add("smolagents", "generate, an agent with a tool")
 def smolagents_row(at: At) -> None:
-    """Each step of the agent must call a tool; after the last it is asked for its answer in text."""
+    """Each step of the agent must call a tool; after the last it gets a request for its answer in text."""
     from smolagents import OpenAIServerModel, ToolCallingAgent, tool
 
     model = OpenAIServerModel(at.model, api_base=at.v1, api_key="any", max_tokens=60, temperature=0)

@@ -74,15 +74,15 @@ class Rows(list[Row]):
 
 
 def answered(row: Row, at: At) -> str:
-    """`ok`, with figures if the row has some, or what the server or the client said."""
+    """`ok`, with figures if the row has some, or the message of the server's or the client's error."""
     try:
         figures = row.work(at)
     except BaseException as error:
-        return said(error)
+        return message_of(error)
     return f"ok: {figures}" if figures else "ok"
 
 
-def said(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """The server's own sentence, if the error has one."""
     text = " ".join(str(error).split())
     sentence = re.search(r"""["']message["']: (?:"(.*?)"|'(.*?)')[,}]""", text)

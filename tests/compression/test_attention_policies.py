@@ -109,7 +109,7 @@ def test_nothing_to_come_scores_nothing():
     assert Oracle().score(dataclasses.replace(view, signals=ended)).tolist() == [[0.0] * 9] * 2
 
 
-def test_keeps_the_token_that_is_asked_for_once():
+def test_keeps_the_token_that_is_queried_once():
     """One of 50 coming queries looks at token 3, all others at token 6: both stay with "max"; with "sum"
     tokens that get a little from every query come before token 3."""
     facts = model_facts(1)

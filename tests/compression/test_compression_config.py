@@ -1,4 +1,4 @@
-"""What a caller may say, and what he is told when he may not."""
+"""What a config may be, and the messages for what it may not."""
 
 import pickle
 from dataclasses import FrozenInstanceError, dataclass, replace

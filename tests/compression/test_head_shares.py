@@ -113,7 +113,7 @@ def test_what_a_head_no_longer_holds_goes_to_the_others_in_proportion():
     assert found.flatten().tolist() == pytest.approx([50, *(n * 150 / 110 for n in (10, 60, 40))])
 
 
-def test_a_head_that_needs_nothing_has_what_is_protected_and_what_nobody_can_use():
+def test_a_head_that_needs_nothing_has_what_is_protected_and_what_no_other_can_use():
     shares = [[[1.0, 1.0], [0.0, 0.0]]]
     assert static_counts(shares, [[90, 90]], 10, 50, 100).flatten().tolist() == pytest.approx(
         [90, 10], abs=1e-3

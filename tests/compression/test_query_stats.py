@@ -187,7 +187,7 @@ class TestCheckModel:
             ),
         ],
     )
-    def test_what_differs_is_said(self, facts, message):
+    def test_what_differs_is_reported(self, facts, message):
         with pytest.raises(StatsMismatchError, match=message):
             query_stats(FACTS).check_model(facts)
 

@@ -161,7 +161,7 @@ def test_an_enum_is_written_as_its_value():
     assert write_value(StrEnum("Side", ["LEFT"]).LEFT) == "left"
 
 
-def test_words_and_numbers_are_told_apart():
+def test_words_and_numbers_are_distinguished():
     spec = parse_spec("p(1, -2, 3., .5, 1e3, a1, 1a, true, True, none, '7', x-y, (), (1, (2, b)), q(r))")
     values = [value for _, value in spec.args]
     assert values[:7] == [1, -2, 3.0, 0.5, 1000.0, "a1", "1a"]

@@ -156,7 +156,7 @@ def test_a_method_is_made_as_it_is_written():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("pooled(0.1)", "is given 0.1; its options, each written option=value"),
         ("pooled(alpha=a(b))", "is given 'alpha'"),
@@ -167,6 +167,6 @@ def test_a_method_is_made_as_it_is_written():
         ("minference(heads='nowhere')", "'nowhere' holds no patterns of heads"),
     ],
 )
-def test_a_wrong_option_is_one_sentence(text, said):
-    with pytest.raises(InvalidArgumentError, match=said):
+def test_a_wrong_option_is_one_sentence(text, message):
+    with pytest.raises(InvalidArgumentError, match=message):
         make_method(text)

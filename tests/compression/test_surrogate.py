@@ -69,8 +69,8 @@ def test_a_score_that_is_linear_in_features_and_age_is_learnt():
         for layer in range(2):
             keys, values = (noise(20 + 4 * document + layer + i, heads, 1100, 8) for i in (0, 50))
             rows = surrogate_features(keys, values, facts.layers[layer].rope)
-            said = (rows @ truth[layer, :, :, None])[..., 0] + (ages @ aged[layer, :, :, None])[..., 0]
-            fit.add(layer, keys, values, said.exp())
+            logits = (rows @ truth[layer, :, :, None])[..., 0] + (ages @ aged[layer, :, :, None])[..., 0]
+            fit.add(layer, keys, values, logits.exp())
     found, found_age = fit.build()
     torch.testing.assert_close(found_age, aged, atol=0.05, rtol=0.05)
     keys, values = noise(77, heads, 40, 8), noise(78, heads, 40, 8)
@@ -112,7 +112,7 @@ def test_age_is_linear_in_its_logarithm_between_knots():
     torch.testing.assert_close(age_features(ages), expected, atol=2e-3, rtol=0)
 
 
-def test_what_is_needed_soon_outweighs_what_may_be_asked():
+def test_what_is_needed_soon_outweighs_what_may_be_needed_later():
     reached = torch.tensor([[[0.9, 0.9, 0.9]], [[0.1, 0.0, 0.5]], [[0.2, 0.3, 0.5]]])
     torch.testing.assert_close(needed(reached, 2), torch.tensor([[0.1 * math.exp(SOON), 0.3]]))
 

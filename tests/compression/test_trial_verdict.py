@@ -35,7 +35,7 @@ TABLE = (
 )
 
 
-def test_the_best_loses_least_going_on_and_said_again_over_all_budgets() -> None:
+def test_the_best_loses_least_going_on_and_in_repetition_over_all_budgets() -> None:
     found = trial(*TABLE)
     assert found.loss("knorm") == pytest.approx((0.1 + 0.1 + 0.5 + 0.7) / 2)
     assert found.loss("random") == pytest.approx((0.3 - 0.1 + 0.2 + 0.5) / 2)
@@ -54,8 +54,8 @@ def test_what_a_model_cannot_read_back_with_all_of_its_cache_does_not_count() ->
 
 
 def test_answers_replace_repetition_where_the_full_cache_gives_any() -> None:
-    def answered(asked: float | None) -> dict[str, float | None]:
-        return {"asked": asked, "asked_right": None if asked is None else 0.5}
+    def answered(loss: float | None) -> dict[str, float | None]:
+        return {"asked": loss, "asked_right": None if loss is None else 0.5}
 
     full = FULL.model_copy(update=answered(0.2))
     rows = [

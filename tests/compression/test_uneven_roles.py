@@ -25,9 +25,9 @@ NAMED = {*range(10, 16), 40, 41}
 SPANS = "spans=((10, 16), (40, 42))"
 
 
-def asked(seed, lengths, spread=1):
+def random_heads(seed, lengths, spread=1):
     """Four heads: their positions, scores (norms of their keys: whole numbers, all different), and the
-    question about them."""
+    HeadsQuestion about them."""
     random, held, scores, keys = np.random.default_rng(seed), {}, {}, {}
     for i, (at, count) in enumerate(zip(HEADS, lengths, strict=True)):
         held[at] = sorted(random.permutation(END)[:count].tolist())
@@ -99,13 +99,13 @@ lengths = st.lists(st.integers(50, 64), min_size=4, max_size=4)
 )
 def test_shares_with_protected_spans_keep_what_a_loop_keeps(policy, lengths, budget, spread, seed):
     """A budget below 13 has no room for all that is named: each head keeps the best of it."""
-    held, scores, question = asked(seed, lengths, spread)
+    held, scores, question = random_heads(seed, lengths, spread)
     assert chosen(policy, question, budget) == by_threshold(held, scores, budget, NAMED)
 
 
 @given(lengths=lengths, budget=st.integers(6, 48), seed=st.integers(0, 999), n=st.sampled_from((2, 5)))
 def test_segments_share_out_the_places_of_each_head(lengths, budget, seed, n):
-    held, scores, question = asked(seed, lengths, spread=1)
+    held, scores, question = random_heads(seed, lengths, spread=1)
     counts = {at: len(kept) for at, kept in by_threshold(held, scores, budget, ()).items()}
     for policy in ("shares(segments({}, {n}))", "segments(shares({}), {n})"):
         found = chosen(policy.format("knorm(keep=large)", n=n), question, budget)
@@ -139,7 +139,7 @@ def test_segments_share_out_the_places_of_each_head(lengths, budget, seed, n):
 @pytest.mark.parametrize("size", [1, 4])
 def test_every_head_keeps_every_named_token_and_the_budget_holds(policy, size):
     for seed in range(5):
-        held, _, question = asked(seed, (50, 64, 57, 51), spread=8)
+        held, _, question = random_heads(seed, (50, 64, 57, 51), spread=8)
         projection = LayerSignals(output_projection=noise(seed, 4, 8, 6))
         question = replace(question, signals=lambda _, found=projection: found)
         found = chosen(policy.format("knorm(keep=large)", SPANS), question, 24, size)

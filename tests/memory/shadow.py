@@ -85,7 +85,7 @@ class Shadow:
 
     @property
     def order(self) -> list[int]:
-        """The blocks that nobody references, as they would be reused."""
+        """The blocks without references, as they would be reused."""
         return self.pins.sequence(self.queue)
 
     def allocate(self, n: int) -> list[int]:

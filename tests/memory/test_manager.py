@@ -164,7 +164,7 @@ def test_what_is_not_exact_is_never_found():
     memory.check()
 
 
-def test_distrusted_blocks_are_found_by_nobody():
+def test_distrusted_blocks_are_not_found():
     memory = MemoryManager(8, 4)
     run(memory, 0, range(8))
     run(memory, 1, [*range(4), 9, 9, 9, 9])

@@ -176,7 +176,7 @@ def test_a_retention_that_makes_no_sense_is_refused(num_tokens, ttl_s, what):
         Retention(num_tokens, ttl_s)
 
 
-def test_nobody_starves_beside_one_who_pins_everything():
+def test_no_tenant_starves_beside_one_that_pins_everything():
     """The other's five blocks are found again and again in the half that cannot be pinned."""
     memory, clock = memory_of(32)
     for turn in range(50):

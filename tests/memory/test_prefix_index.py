@@ -76,12 +76,12 @@ def test_it_names_the_first_pass_that_would_lack_blocks(data):
     passes = [(seq_id, data.draw(st.integers(0, lengths[seq_id]), label="keep")) for seq_id in order]
     unsure = set(data.draw(st.lists(st.sampled_from(order)), label="unsure")) if order else set()
     come = [each for each in passes if each[0] not in unsure or data.draw(st.booleans(), label="comes")]
-    foretold, surely = memory.first_lacking(iter(passes)), memory.first_lacking(iter(passes), unsure)
+    predicted, surely = memory.first_lacking(iter(passes)), memory.first_lacking(iter(passes), unsure)
     memory.release_copy_sources()
     if unsure and surely is None:
         assert _carried_out(memory, come) is None
     else:
-        assert foretold == _carried_out(memory, passes)
+        assert predicted == _carried_out(memory, passes)
 
 
 def _grow(memory, seq_id, num_tokens):
@@ -152,7 +152,7 @@ def test_a_block_is_packed_whole():
         BlockKeys(BlockHash(2), [1])[0]
 
 
-def test_keys_grow_with_the_tokens_and_are_the_same_in_any_order_of_asking():
+def test_keys_grow_with_the_tokens_and_are_the_same_in_any_order_of_access():
     tokens = list(range(5))
     keys, hashed = BlockKeys(BlockHash(2), tokens), Counted()
     first = keys[0]

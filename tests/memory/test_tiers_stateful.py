@@ -18,7 +18,7 @@ PICK = st.integers(0, 7)
 
 
 class TiersMachine(RuleBasedStateMachine):
-    """Sequences are asked for, begin, grow, fork, end, lose blocks, give way and come back; stores and loads
+    """Sequences are added, begin, grow, fork, end, lose blocks, give way and come back; stores and loads
     end well or not, whenever they like."""
 
     world: TiersWorld

@@ -47,7 +47,7 @@ class World:
             num_blocks, block_size, caching, order, int(max_pinned_fraction * num_blocks), lambda: self.now
         )
         self.misses: Counter[str] = Counter()
-        self.foretold = colliding is None
+        self.predictable = colliding is None
         self.ids = count()
 
     @property
@@ -76,7 +76,7 @@ class World:
         count_misses(self, match, tokens, salt, max_tokens)
         self._shadow_admit(seq_id, match, tokens, salt)
         self._shadow_hit(seq_id, priority)
-        assert self.extend(seq_id, tokens[match.num_tokens :]), "can_admit said yes, can_grow no"
+        assert self.extend(seq_id, tokens[match.num_tokens :]), "can_admit is true, can_grow is false"
         return seq_id
 
     def _shadow_hit(self, seq_id: int, priority: int) -> None:
@@ -84,12 +84,12 @@ class World:
         sequence.priority = priority
         for block in sequence.held():
             shadow.queue.used(block, priority)
-            if self.foretold:
+            if self.predictable:
                 sequence.entries.append(shadow.nodes[shadow.path_of_block[block]])
         shadow.pins.refresh(sequence.held())
 
     def pin(self, seq_id: int, retention: Sequence[tuple[int, float]], owner: str | None = None) -> None:
-        if self.foretold:
+        if self.predictable:
             self.memory.pin(seq_id, [Retention(*kept) for kept in retention], owner)
             self.shadow.pin(self.shadow.sequences[seq_id], retention, owner)
 
@@ -97,7 +97,7 @@ class World:
         tokens, salt = token_list(keys), keys.salt
         match = self.memory.match_prefix(keys, max_tokens=max_tokens)
         limit = len(tokens) - 1 if max_tokens is None else min(len(tokens) - 1, max_tokens)
-        if self.foretold:
+        if self.predictable:
             assert list(match.block_ids) == self.shadow.match(salt, tokens, limit)
         assert match.num_tokens <= max(0, limit)
         found = [content for block in match.block_ids for content in self.shadow.contents[block]]
@@ -111,7 +111,7 @@ class World:
         contents = shadow.expected(salt, tokens[: match.num_tokens])
         path = contents[-1] if contents else shadow.path("salt", salt)
         node = shadow.root
-        if self.foretold and contents:
+        if self.predictable and contents:
             node = shadow.nodes[path].number
         shadow.sequences[seq_id] = ShadowSequence(
             salt,
@@ -166,7 +166,7 @@ class World:
             sequence.contents.append(sequence.path)
             sequence.tokens.append(token)
             sequence.logical_len += 1
-            if self.foretold and slot == shadow.block_size - 1 and sequence.node is not None:
+            if self.predictable and slot == shadow.block_size - 1 and sequence.node is not None:
                 shadow.enter(sequence, index)
         known = token_list(self.memory.table(seq_id).keys)
         known += tokens[len(known) - (sequence.logical_len - len(tokens)) :]
@@ -275,7 +275,7 @@ class World:
 
     def _learn_index(self) -> None:
         """With colliding digests: which blocks are indexed is the manager's word, what they hold is not."""
-        if not self.foretold:
+        if not self.predictable:
             shadow = self.shadow
             shadow.path_of_block = {entry.block: 0 for entry in self.memory.pool.index}
 

@@ -34,7 +34,7 @@ def _check_sequence(world: World, seq_id: int) -> None:
     assert table.physical_len == len(sequence.contents)
     assert table.logical_len == sequence.logical_len
     assert table.exact == sequence.exact
-    if world.foretold:
+    if world.predictable:
         assert memory.indexed_len(seq_id) == len(sequence.entries) * shadow.block_size
     refs = tuple(0 if block is None else shadow.refs[block] for block in sequence.blocks)
     indexed = tuple(block in shadow.path_of_block for block in sequence.blocks)
@@ -55,7 +55,7 @@ def _expected_stats(world: World) -> MemoryStats:
         peak_in_use=shadow.peak,
         prefix_query_tokens=shadow.queries,
         prefix_hit_tokens=shadow.hits,
-        prefix_evictions=shadow.evictions if world.foretold else world.memory.pool.num_evictions,
+        prefix_evictions=shadow.evictions if world.predictable else world.memory.pool.num_evictions,
         blocks_freed_by_compression=shadow.freed,
         cow_copies=shadow.copies,
         pinned=len(shadow.pins.live()),
@@ -70,7 +70,7 @@ def count_misses(
     """Of what is not hit, whole blocks have one reason and the tail has another."""
     size, limit = world.shadow.block_size, len(tokens) - 1
     left = range(match.num_tokens, limit - size + 1, size)
-    if left and world.foretold:
+    if left and world.predictable:
         limit = limit if max_tokens is None else min(limit, max_tokens)
         assert match.miss in world.shadow.reasons(salt, tokens, match.num_tokens, limit)
     if left:

@@ -75,8 +75,8 @@ def test_of_a_gguf_file_packed_and_fetched(
     )
     convert_gguf(tmp_path / "tiny.gguf", tmp_path / "made", print)
     assert texts(tmp_path / "tiny.gguf") == texts(tmp_path / "made") == want
-    said = json.loads((tmp_path / "made" / "generation_config.json").read_text())["eos_token_id"]
-    assert said == (min(ids[t] for t in want) if len(want) == 1 else sorted(ids[t] for t in want))
+    eos_token_id = json.loads((tmp_path / "made" / "generation_config.json").read_text())["eos_token_id"]
+    assert eos_token_id == (min(ids[t] for t in want) if len(want) == 1 else sorted(ids[t] for t in want))
 
 
 def named(end: str | None, behind: str = "", *special: str) -> PreTrainedTokenizerFast:

@@ -96,7 +96,7 @@ def test_greedy_tokens_are_the_same(file: Path) -> None:
     assert copy_path(file).is_file()
 
 
-def test_nothing_is_kept_where_nobody_wants_it(file: Path) -> None:
+def test_nothing_is_kept_where_the_option_is_off(file: Path) -> None:
     LLM(file, num_blocks=64, cache_packed_weights=False)
     assert not copy_path(file).parent.exists()
 
@@ -252,7 +252,7 @@ def test_copies_are_bounded(file: Path, monkeypatch) -> None:
         kept(other)
         os.utime(copy_path(other), (i, i))
     size = copy_path(others[0]).stat().st_size
-    others[2].unlink()  # nobody needs its copy
+    others[2].unlink()  # no file needs its copy
     left = copy_path(file).with_name(f"{copy_file.MAKING}x")
     left.touch()
     used = left.with_name(f"{copy_file.MAKING}y")

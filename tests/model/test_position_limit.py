@@ -195,7 +195,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 def test_overrides_are_as_if_in_the_file(tmp_path: Path) -> None:
     """YaRN over four times the positions: the same answers as with a config.json that has it."""
-    path = tmp_path / "overridden"
+    path = tmp_path / "changed"
     tiny.save_model("llama", path)
     shutil.copytree(path, tmp_path / "file")
     config = json.loads((path / "config.json").read_text())
@@ -207,23 +207,21 @@ def test_overrides_are_as_if_in_the_file(tmp_path: Path) -> None:
     config["max_position_embeddings"] = length
     (tmp_path / "file" / "config.json").write_text(json.dumps(config))
     prompt = tiny.prompts((2 * known,), seed=5)
-    plain, overridden, file = (
+    plain, changed, file = (
         LLM(where, num_blocks=4 * known // 16, **how)
         for where, how in ((path, {}), (path, {"hf_overrides": changes}), (tmp_path / "file", {}))
     )
-    assert overridden.engine.config.max_model_len == length
+    assert changed.engine.config.max_model_len == length
     want = file.generate(prompt, GREEDY)[0].outputs[0].token_ids
-    assert overridden.generate(prompt, GREEDY)[0].outputs[0].token_ids == want
-    assert overridden.loaded.facts.fingerprint == file.loaded.facts.fingerprint
-    assert overridden.loaded.facts.fingerprint != plain.loaded.facts.fingerprint
+    assert changed.generate(prompt, GREEDY)[0].outputs[0].token_ids == want
+    assert changed.loaded.facts.fingerprint == file.loaded.facts.fingerprint
+    assert changed.loaded.facts.fingerprint != plain.loaded.facts.fingerprint
     assert torch.equal(
-        overridden.loaded.model.model.rotary_emb.inv_freq, file.loaded.model.model.rotary_emb.inv_freq
+        changed.loaded.model.model.rotary_emb.inv_freq, file.loaded.model.model.rotary_emb.inv_freq
     )
-    assert (
-        overridden.sibling(num_blocks=8).engine.config.hf_overrides == overridden.engine.config.hf_overrides
-    )
+    assert changed.sibling(num_blocks=8).engine.config.hf_overrides == changed.engine.config.hf_overrides
     with pytest.raises(InvalidArgumentError, match="hf_overrides is None, and the weights were loaded with"):
-        overridden.sibling(hf_overrides=None)
+        changed.sibling(hf_overrides=None)
 
 
 def test_positions_that_suffice_are_left_alone() -> None:

@@ -88,14 +88,14 @@ def test_hidden_states_are_fp32_where_all_matrices_are_packed(tmp_path: Path, mo
     file, text = tmp_path / "tiny.gguf", tiny.prompts((60,), seed=3)[0]
     tiny_gguf.write(file)
 
-    def told(**how: str) -> Tensor:
+    def log_probs(**how: str) -> Tensor:
         rows: list[Tensor] = []
         llm = LLM(file, num_blocks=64, **how)
         llm.score([text[:4]], [text[4:]], observers=[lambda _, each: rows.append(each.float().clone())])
         return torch.cat(rows).log_softmax(-1)
 
-    exact = told(dtype="float32", quantized_activations="exact", kernels="reference")
-    error, bf16_error = ((told(dtype=dtype) - exact).norm() for dtype in ("auto", "bfloat16"))
+    exact = log_probs(dtype="float32", quantized_activations="exact", kernels="reference")
+    error, bf16_error = ((log_probs(dtype=dtype) - exact).norm() for dtype in ("auto", "bfloat16"))
     assert error < bf16_error / 1.5
 
 
@@ -235,7 +235,7 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch) -> None:
         load_model(tmp_path)
 
 
-def test_half_precision_is_refused_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_half_precision_is_refused(tmp_path: Path) -> None:
     tiny_packed.write("awq", tmp_path)
     with pytest.raises(InvalidArgumentError, match="allowed are auto, float32 and bfloat16"):
         load_model(tmp_path, dtype="float16")

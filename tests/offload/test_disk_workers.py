@@ -28,7 +28,7 @@ class Clock:
 
 
 class Bench:
-    """Workers over a file of eight slots on a disk that fails when told to."""
+    """Workers over a file of eight slots on a disk that fails on demand."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -172,7 +172,7 @@ def test_stores_that_wait_are_given_up_with_the_disk(bench: Bench) -> None:
     assert [found[i] for i in range(5)] == ["no_space"] * 3 + ["read_only"] * 2
 
 
-def test_a_stuck_disk_is_told_and_left_alone_until_it_answers(bench: Bench) -> None:
+def test_a_stuck_disk_is_reported_and_left_alone_until_it_answers(bench: Bench) -> None:
     workers, keys = bench.start(deadline_s=10.0), chain(3)
     workers.submit_store(0, 0, keys[0], payload(keys[0]))
     bench.results(1)
@@ -278,9 +278,9 @@ def test_a_fault_of_our_own_ends_the_job_and_not_the_thread(
     assert bench.results(1) == {1: "ok"}
 
 
-def test_who_cannot_be_told_ends_no_thread(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_report_that_fails_ends_no_thread(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> None:
-        raise RuntimeError("told")
+        raise RuntimeError("no report")
 
     workers, keys = bench.start(on_done=fail), chain(8)
     for i, key in enumerate(keys):

@@ -146,7 +146,7 @@ def test_an_index_that_tells_of_another_record_leads_to_a_miss(tmp_path: Path) -
     again.close()
 
 
-def test_colliding_keys_are_told_apart_by_uid(tmp_path: Path) -> None:
+def test_colliding_keys_are_distinguished_by_uid(tmp_path: Path) -> None:
     same = b"k" * 32
     mine, other = child(None, 1, 2, 3, 4, key=same), child(None, 5, 6, 7, 8, key=same)
     below = child(mine, 0, 0, 0, 0, key=b"c" * 32)
@@ -308,7 +308,7 @@ def test_a_file_with_another_name_or_for_others_is_refused(tmp_path: Path, name:
     open_slots(tmp_path / "tier").close()
 
 
-def test_what_belongs_to_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_belongs_to_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_slots(tmp_path).close()
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
@@ -375,7 +375,7 @@ def test_of_many_that_start_at_once_one_has_the_room(tmp_path: Path) -> None:
     opened[0].close()
 
 
-def test_a_directory_that_stays_locked_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_stays_locked_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StoreDirectory.__init__, "__defaults__", (0.0,))
     with StoreDirectory(tmp_path), pytest.raises(InvalidArgumentError, match="has been setting up"):
         open_slots(tmp_path)

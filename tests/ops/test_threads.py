@@ -1,4 +1,4 @@
-"""The number of threads: as asked, torch's, or the hardware's where a trial finds these faster."""
+"""The number of threads: the option's, torch's, or the hardware's where a trial finds these faster."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_trial_runs_and_leaves_torchs_number(monkeypatch) -> None:
     assert torch.get_num_threads() == 1
 
 
-def test_an_engine_runs_on_what_is_asked_for() -> None:
+def test_an_engine_runs_on_the_given_threads() -> None:
     torch.set_num_threads(1)
     llm = LLM(demo_model(), num_blocks=8)
     assert torch.get_num_threads() == 1

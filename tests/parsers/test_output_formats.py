@@ -554,9 +554,9 @@ def test_random_outputs_are_the_same_whatever_the_cuts_and_lose_nothing() -> Non
             whole = merged(pieces(name, [text]))
             assert merged(pieces(name, chunks)) == whole, (name, text, cuts)
             texts_of = merged(pieces(name, chunks), cut_as_text=True)
-            said = "".join(piece.text for piece in texts_of if isinstance(piece, Text | Reasoning))
+            kept = "".join(piece.text for piece in texts_of if isinstance(piece, Text | Reasoning))
             if name != "harmony" and not any(isinstance(piece, ToolCall) for piece in texts_of):
-                assert squeezed(said) == squeezed(text), (name, text)
+                assert squeezed(kept) == squeezed(text), (name, text)
 
 
 def test_every_parser_leaves_plain_text_alone() -> None:

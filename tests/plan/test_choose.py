@@ -154,8 +154,8 @@ def test_the_command_says_why_not(tmp_path: Path) -> None:
     rows = ({"input_length": p, "output_length": o, "arrival_s": a} for p, o, a in columns)
     trace.write_text("\n".join(map(json.dumps, rows)))
     model = ["plan", "--model", "Llama-3.1-8B", "--trace", str(trace)]
-    asked = ["--cards", "all", "--slo", "ttft=2s,tpot=60ms", "--json", str(out)]
-    result = runner.invoke(app, [*model, *asked])
+    options = ["--cards", "all", "--slo", "ttft=2s,tpot=60ms", "--json", str(out)]
+    result = runner.invoke(app, [*model, *options])
     assert result.exit_code == 0, result.output
     assert "none: reading the weights alone takes 62.5 ms" in result.output
     found = json.loads(out.read_text())["cards"]

@@ -110,7 +110,7 @@ def test_a_jump_where_a_kernel_changes_is_found():
         )
 
 
-def test_noise_is_told_and_averaged_out():
+def test_noise_is_reported_and_averaged_out():
     made = Linear(base=5e-3, token=4e-5, kv=1e-7)
     rng, loads = random.Random(1), steps(2000)
     fitted = fit_steps(loads, [made.step_s(load) * rng.uniform(0.9, 1.1) for load in loads])

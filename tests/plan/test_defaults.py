@@ -125,7 +125,7 @@ def test_a_config_that_says_nothing_is_the_classes(kind: str) -> None:
 @pytest.mark.parametrize("kind", COMPOSITE)
 @pytest.mark.parametrize("tied", [None, True, False])
 def test_a_language_model_within_another_is_the_classes(kind: str, tied: bool | None) -> None:
-    """Test an inner config that is left out or has no fields; which tie counts is as in the model that is built."""
+    """The inner config is left out or has no fields; which tie counts is as in the model that is built."""
     outer = {} if tied is None else {"tie_word_embeddings": tied}
     for inner in ({}, {"text_config": {"tie_word_embeddings": True}}):
         config = CONFIG_MAPPING[kind](**json.loads(json.dumps({**outer, **inner})))

@@ -63,10 +63,10 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def saved(path: Path, directory: Path) -> Path:
-    said = json.loads(path.read_text())
-    del said[ABOUT]
-    said = said.get("text_config", said)
-    small = shrunk(said)
+    fields = json.loads(path.read_text())
+    del fields[ABOUT]
+    fields = fields.get("text_config", fields)
+    small = shrunk(fields)
     config = CONFIG_MAPPING[small.pop("model_type")](**small)
     AutoModelForCausalLM.from_config(config).float().save_pretrained(directory)
     return directory

@@ -30,17 +30,17 @@ EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
 
 
 def config_of(kind: str):
-    """A small one, as files of llama.cpp can say it."""
-    said = {**SMALL, **OWN.get(kind, {}), **(WINDOW if kind in WINDOWED else {"sliding_window": None})}
+    """Return a small config with fields that GGUF files have."""
+    fields = {**SMALL, **OWN.get(kind, {}), **(WINDOW if kind in WINDOWED else {"sliding_window": None})}
     own = {"use_sliding_window": False, "mlp_only_layers": []}
-    return CONFIG_MAPPING[kind](**{**said, **{key: value for key, value in own.items() if key in said}})
+    return CONFIG_MAPPING[kind](**{**fields, **{key: value for key, value in own.items() if key in fields}})
 
 
 def write(file: Path, kind: str, *, without: str = "", beside: bool = False) -> dict[str, int]:
     """As llama.cpp's converter does, with zeros, in Q8_0 where rows are long. Returns: bytes by tensor."""
     config = config_of(kind)
     writer = gguf.GGUFWriter(file, KINDS[kind])
-    told = {
+    header = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
@@ -53,7 +53,7 @@ def write(file: Path, kind: str, *, without: str = "", beside: bool = False) -> 
         "expert_used_count": getattr(config, "num_experts_per_tok", None),
         "expert_feed_forward_length": getattr(config, "moe_intermediate_size", None),
     }
-    for key, value in told.items():
+    for key, value in header.items():
         if value is not None and key != without:
             writer.add_uint32(f"{KINDS[kind]}.{key}", value)
     writer.add_array("tokenizer.ggml.tokens", ["a", "b"])
@@ -133,7 +133,7 @@ def test_a_simulation_takes_it_too(tmp_path: Path) -> None:
     assert "3 requests" in result.stdout
 
 
-def test_weights_may_be_said(tmp_path: Path) -> None:
+def test_weights_may_be_given(tmp_path: Path) -> None:
     """Then they are counted as of any model."""
     write(tmp_path / "m.gguf", "llama")
     shape = load_shape(tmp_path / "m.gguf")

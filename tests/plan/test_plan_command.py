@@ -101,8 +101,8 @@ def figures(tmp_path: Path, *arguments: object) -> dict:
     ],
 )
 def test_every_option_changes_something(tmp_path: Path, flag: str, value: object, name: str) -> None:
-    options = ("--gpu", "H100", "--context", 3000)
-    plain, other = figures(tmp_path, *options), figures(tmp_path, *options, flag, value)
+    args = ("--gpu", "H100", "--context", 3000)
+    plain, other = figures(tmp_path, *args), figures(tmp_path, *args, flag, value)
     assert plain[name] != other[name]
 
 
@@ -121,18 +121,15 @@ def test_what_binds(tmp_path: Path, context: int, flags: tuple, bound: str) -> N
 def test_a_calibration_takes_the_place_of_the_data_sheet(tmp_path: Path) -> None:
     time = Linear(16.79e-3, 58.9e-6, 174.8e-9, 1.617e-9, -23.3e-6, 33e-6, 128)
     time.save(tmp_path / "speed.json")
-    options = ("--gpu", "4090", "--trace", TRACE, "--recompute-p99-ms", 500)
-    found = figures(tmp_path, *options, "--calibration", tmp_path / "speed.json")
+    args = ("--gpu", "4090", "--trace", TRACE, "--recompute-p99-ms", 500)
+    found = figures(tmp_path, *args, "--calibration", tmp_path / "speed.json")
     assert found["recompute_max_tokens"] == longest_recompute(time, 0.5, 2048)
-    assert found["recompute_max_tokens"] != figures(tmp_path, *options)["recompute_max_tokens"]
+    assert found["recompute_max_tokens"] != figures(tmp_path, *args)["recompute_max_tokens"]
 
 
 def test_a_budget_changes_only_what_it_may(tmp_path: Path) -> None:
     """Recompute goes by whole lengths, whatever is held."""
-    options = ("--gpu", "4090", "--trace", TRACE, "--recompute-p99-ms", 500)
-    whole, cut = (
-        figures(tmp_path, *options),
-        figures(tmp_path, *options, "--compression", "snapkv:budget=512"),
-    )
+    args = ("--gpu", "4090", "--trace", TRACE, "--recompute-p99-ms", 500)
+    whole, cut = figures(tmp_path, *args), figures(tmp_path, *args, "--compression", "snapkv:budget=512")
     assert cut["recompute_max_tokens"] == whole["recompute_max_tokens"]
     assert cut["max_num_seqs"] > whole["max_num_seqs"]

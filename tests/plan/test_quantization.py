@@ -145,11 +145,11 @@ def test_experts_may_not_be_left_out_in_part() -> None:
 
 def test_the_file_of_modelopt_beside_the_config(tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    said = {
+    quantization = {
         "producer": {"name": "modelopt"},
         "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]},
     }
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(quantization))
     shape = load_shape(tmp_path)
     assert weight_bytes(shape, weight_format("auto", shape)).total == counted(8)
     (tmp_path / "hf_quant_config.json").write_text("[]")

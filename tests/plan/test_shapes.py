@@ -50,14 +50,12 @@ def windows_of(model) -> list[int | None]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_bundled_configs_are_what_transformers_makes_of_them(path) -> None:
-    published = json.loads(path.read_text())
-    about = published.pop(ABOUT)
+    fields = json.loads(path.read_text())
+    about = fields.pop(ABOUT)
     assert about["date"]
     assert about["source"].startswith(f"https://huggingface.co/{about['names'][0]}")
-    published.pop("quantization_config", None)
-    config = CONFIG_MAPPING[published["model_type"]](
-        **{k: v for k, v in published.items() if k != "model_type"}
-    )
+    fields.pop("quantization_config", None)
+    config = CONFIG_MAPPING[fields["model_type"]](**{k: v for k, v in fields.items() if k != "model_type"})
     shape, model = load_shape(path), on_meta(config.get_text_config())
     assert shape.num_params == model.num_parameters()
     assert [layer.window for layer in shape.layers] == windows_of(model)
@@ -97,12 +95,10 @@ def test_weights_in_four_bits() -> None:
 
 
 def test_the_quantization_of_a_config_is_taken_or_refused() -> None:
-    config = {"model_type": "llama", "dtype": "float16", **SMALL}
-    awq = shape_of(
-        {**config, "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 64}}, "m"
-    )
+    base = {"model_type": "llama", "dtype": "float16", **SMALL}
+    awq = shape_of({**base, "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 64}}, "m")
     assert weight_format("auto", awq).bits == 4 + 20 / 64
-    odd = shape_of({**config, "quantization_config": {"quant_method": "odd"}}, "m")
+    odd = shape_of({**base, "quantization_config": {"quant_method": "odd"}}, "m")
     with pytest.raises(InvalidArgumentError, match="quantization_config of method odd"):
         weight_format("auto", odd)
     assert weight_format("nf4", odd).bits == 4.5

@@ -87,7 +87,7 @@ class OneTenant(Scheduler[ScheduledSequence]):
         return victim
 
     def _before_passes(self, step):
-        """Somebody gives way until each pass behind this step, in its turn, finds enough blocks."""
+        """Sequences give way until each pass behind this step, in its turn, finds enough blocks."""
         while step.rows:
             refs = Counter(block for seq in self.running for block in self.memory.blocks(seq.seq_id))
             free = self.memory.pool.num_blocks - len(refs)

@@ -69,8 +69,7 @@ class Serving:
         prompt: list[int] | None = None,
         **others: Any,
     ) -> ServedRequest:
-        """Add a request. prompt: num_prompt tokens of no other request where not given; others: fields of the
-        sequence"""
+        """Add a request. prompt: else tokens of no other request; others: fields of the sequence"""
         name = f"{tenant}-{len(self.requests)}"
         prompt = list(prompt or [1000 + len(self.requests)] * num_prompt)
         num_prompt = len(prompt)

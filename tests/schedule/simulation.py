@@ -400,8 +400,8 @@ class World:
         return computed
 
     def _drawn(self, row: StepRow) -> tuple[int, ...]:
-        """What the scheduler is to append itself: the next token of a sequence that will have computed all its
-        tokens and does not fork."""
+        """What the scheduler is to append itself: the next token where all tokens will be computed
+        and nothing forks."""
         seq = self.sequences[row.seq_id]
         knows_all = row.first + row.num_tokens == len(seq.token_ids)
         if not knows_all or self.waits_for_fork[seq.request_id] or self.random.random() < 0.5:

@@ -1,4 +1,4 @@
-"""The scheduling policy `cache`: a request with more in the cache is earlier, and none is overtaken by much."""
+"""The scheduling policy `cache`: more in the cache is earlier, and no request is overtaken by much."""
 
 from __future__ import annotations
 

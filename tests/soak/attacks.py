@@ -73,7 +73,7 @@ def posting(path: str, make: Callable[[], bytes], num_clients: int = 1) -> Strik
     return strike
 
 
-def request(path: str, num_clients: int = 1, **fields: Any) -> Strike:
+def submit(path: str, num_clients: int = 1, **fields: Any) -> Strike:
     return posting(path, lambda: request_body(**fields), num_clients)
 
 
@@ -203,14 +203,14 @@ def no_traceback(target: Target) -> list[str]:
 
 
 def redirect(target: Target) -> list[Outcome]:
-    get = head("GET", "/metrics/", None, host="evil.example", x_api_key=OPERATOR)
-    response = exchange(target.port, get)
+    request = head("GET", "/metrics/", None, host="evil.example", x_api_key=OPERATOR)
+    response = exchange(target.port, request)
     return [Outcome(500 if b"location:" in response.lower() else status(response))]
 
 
 def finite_metrics(target: Target) -> list[str]:
-    get = head("GET", "/metrics", target.key(OPERATOR), connection="close")
-    text = exchange(target.port, get, whole=True)
+    request = head("GET", "/metrics", target.key(OPERATOR), connection="close")
+    text = exchange(target.port, request, whole=True)
     sums = [line for line in text.splitlines() if line.startswith(b"vllm:request_params_max_tokens_sum")]
     return [] if sums and b"Inf" not in sums[0] else [f"the sum of max_tokens is {sums}"]
 
@@ -250,7 +250,7 @@ def another_keeps_its_pin(target: Target) -> list[str]:
     mine = post(COMPLETIONS, target.key(OTHER), kept_for_a_day(ids(800, 7, 1)), connection="close")
     exchange(target.port, mine, whole=True)
     for row in range(20):
-        request(COMPLETIONS, prompt=ids(1500, row + 11), max_tokens=1)(target)
+        submit(COMPLETIONS, prompt=ids(1500, row + 11), max_tokens=1)(target)
     cached = re.search(rb'"cached_tokens":(\d+)', exchange(target.port, mine, whole=True))
     return [] if cached and int(cached[1]) > 0 else ["another tenant's pinned prompt was given up"]
 
@@ -271,37 +271,36 @@ BIAS = {str(token): 1 for token in range(49_152)}
 TENANTS = [
     *hostile(16 << 20, "16 MB"),
     *hostile(CAP - 64, "as large as bodies may be"),
-    *(Attack(name, request(COMPLETIONS, **fields)) for name, fields in COMPLETING.items()),
+    *(Attack(name, submit(COMPLETIONS, **fields)) for name, fields in COMPLETING.items()),
     Attack(
         "prompt_logprobs, as many as are allowed",
-        request(COMPLETIONS, prompt=IDS[:3000], max_tokens=1, prompt_logprobs=20),
+        submit(COMPLETIONS, prompt=IDS[:3000], max_tokens=1, prompt_logprobs=20),
         **ALLOWED,
         judged=False,
     ),
-    Attack("eight texts of 15 MB to /tokenize", request("/tokenize", 8, prompt=TEXT * 600_000)),
-    Attack("eight texts of 1 MB to /tokenize", request("/tokenize", 8, prompt=TEXT * 40_000)),
+    Attack("eight texts of 15 MB to /tokenize", submit("/tokenize", 8, prompt=TEXT * 600_000)),
+    Attack("eight texts of 1 MB to /tokenize", submit("/tokenize", 8, prompt=TEXT * 40_000)),
     Attack(
         "eight texts to /tokenize, as long as are allowed",
-        request("/tokenize", 8, prompt=(TEXT * 6000)[: 32 * MAX_LEN - 1]),
+        submit("/tokenize", 8, prompt=(TEXT * 6000)[: 32 * MAX_LEN - 1]),
         **ALLOWED,
     ),
-    Attack("count_tokens of 8.8 MB", request("/v1/messages/count_tokens", messages=MANY)),
+    Attack("count_tokens of 8.8 MB", submit("/v1/messages/count_tokens", messages=MANY)),
     *(
         Attack(
-            f"a variable of {mb} MB",
-            request(CHAT, messages=USER, chat_template_kwargs={"x" * (mb << 20): 1}),
+            f"a variable of {mb} MB", submit(CHAT, messages=USER, chat_template_kwargs={"x" * (mb << 20): 1})
         )
         for mb in (8, 1)
     ),
-    Attack("logit_bias of 49,152 entries", request(MESSAGES, messages=USER, max_tokens=40, logit_bias=BIAS)),
+    Attack("logit_bias of 49,152 entries", submit(MESSAGES, messages=USER, max_tokens=40, logit_bias=BIAS)),
     Attack(
         "max_tokens of 308 digits",
-        request(COMPLETIONS, prompt="a", max_tokens=10**308, stop=["x"]),
+        submit(COMPLETIONS, prompt="a", max_tokens=10**308, stop=["x"]),
         check=finite_metrics,
     ),
     Attack(
         "max_tokens of 400 digits",
-        request(COMPLETIONS, prompt="a", max_tokens=10**400),
+        submit(COMPLETIONS, prompt="a", max_tokens=10**400),
         check=finite_metrics,
     ),
     Attack("a forged line of the log", sending("GET", FORGERY), check=no_forged_line),
@@ -312,10 +311,10 @@ TENANTS = [
 ROOM = [
     Attack(
         "1024 prompts times 64",
-        request(COMPLETIONS, prompt=[[9, 10]] * 1024, n=64, max_tokens=4000, ignore_eos=True),
+        submit(COMPLETIONS, prompt=[[9, 10]] * 1024, n=64, max_tokens=4000, ignore_eos=True),
     ),
     Attack("as many outputs as one key may have", crowding, (None, 200), refused=False),
-    Attack("priority -10**9", request(COMPLETIONS, prompt=[[9, 10]] * 60, max_tokens=100, priority=-(10**9))),
+    Attack("priority -10**9", submit(COMPLETIONS, prompt=[[9, 10]] * 60, max_tokens=100, priority=-(10**9))),
     Attack("all pins for a day", pins, **ALLOWED, check=another_keeps_its_pin),
 ]
 REBOUND = sending("GET", "/v1/models", host="rebind.evil:80")

@@ -50,7 +50,7 @@ def schema(target: Target, over: Event) -> str:
         openapi.content_type_conformance,
         openapi.response_schema_conformance,
     ]
-    headers, num_asked = {"authorization": f"Bearer {OPERATOR}"}, 0
+    headers, num_requests = {"authorization": f"Bearer {OPERATOR}"}, 0
     url = f"http://127.0.0.1:{target.port}/openapi.json"
     found = schemathesis.openapi.from_url(url, headers=headers)
     operations = [each.ok() for each in found.get_all_operations()]
@@ -65,10 +65,10 @@ def schema(target: Target, over: Event) -> str:
         )
         @given(operation.as_strategy(generation_mode=mode))
         def check(case: schemathesis.Case) -> None:
-            nonlocal num_asked
+            nonlocal num_requests
             if over.is_set():
                 return
-            num_asked += 1
+            num_requests += 1
             with suppress(requests.Timeout):
                 case.validate_response(case.call(timeout=LEAVES_S, headers=headers), checks=checks)
 
@@ -76,7 +76,7 @@ def schema(target: Target, over: Event) -> str:
             check()
         except Exception as error:
             print(f"{operation.label}, {mode.value}: {error}".replace("\n", " | "))
-    return f"{num_asked} requests from the description of {len(operations)} routes"
+    return f"{num_requests} requests from the description of {len(operations)} routes"
 
 
 if __name__ == "__main__":

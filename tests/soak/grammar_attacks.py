@@ -7,7 +7,7 @@ import re
 from functools import partial
 from typing import Any
 
-from attacks import CHAT, COMPLETIONS, MESSAGES, USER, Attack, Strike, filled, posting, request, timed
+from attacks import CHAT, COMPLETIONS, MESSAGES, USER, Attack, Strike, filled, posting, submit, timed
 from client import exchange, head, post, request_body, status
 from server import ATTACKER, MODEL, Target
 
@@ -82,7 +82,7 @@ def schema_attack(name: str, schema: Any) -> Attack:
     if schema is None:
         return Attack(name, posting(COMPLETIONS, partial(deep, 5000)))
     fields = {"structured_outputs": {"json": schema}, "prompt": "a", "max_tokens": 32}
-    return Attack(name, request(COMPLETIONS, **fields), **BOUNDED)
+    return Attack(name, submit(COMPLETIONS, **fields), **BOUNDED)
 
 
 def storing(target: Target) -> bytes:
@@ -102,7 +102,7 @@ def latest_alone(target: Target) -> list[str]:
 
 
 def chatting(**fields: Any) -> Strike:
-    return request(CHAT, messages=USER, max_tokens=8, **fields)
+    return submit(CHAT, messages=USER, max_tokens=8, **fields)
 
 
 STRUCTURED = [
@@ -110,7 +110,7 @@ STRUCTURED = [
     *(
         Attack(
             name,
-            request(COMPLETIONS, prompt="a", max_tokens=32, structured_outputs=given),
+            submit(COMPLETIONS, prompt="a", max_tokens=32, structured_outputs=given),
             **BOUNDED,
         )
         for name, given in GRAMMARS.items()
@@ -119,7 +119,7 @@ STRUCTURED = [
     Attack("the same, forced", chatting(tools=[FUNCTION], tool_choice="required"), **BOUNDED),
     Attack("1,000 functions, forced", chatting(tools=MANY, tool_choice="required"), **BOUNDED),
     *(
-        Attack(f"1,000 functions {kind} be strict", request(RESPONSES, input="a", tools=tools), **BOUNDED)
+        Attack(f"1,000 functions {kind} be strict", submit(RESPONSES, input="a", tools=tools), **BOUNDED)
         for kind, tools in (("that may", FLAT), ("of which none can", WRONG))
     ),
     Attack(
@@ -128,9 +128,7 @@ STRUCTURED = [
         **BOUNDED,
     ),
     Attack(
-        "a tool of 10,000 parameters",
-        request(MESSAGES, messages=USER, max_tokens=8, tools=[TOOL]),
-        **BOUNDED,
+        "a tool of 10,000 parameters", submit(MESSAGES, messages=USER, max_tokens=8, tools=[TOOL]), **BOUNDED
     ),
 ]
 STORED = Attack(

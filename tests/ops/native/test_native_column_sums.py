@@ -106,11 +106,11 @@ def test_neither_neighbours_nor_threads_change_a_bit() -> None:
 @st.composite
 def batches(draw) -> tuple[Shape, list[Ask], int | None]:
     lengths = st.integers(1, 200).flatmap(lambda n: st.tuples(st.integers(0, min(n, 40)), st.just(n)))
-    asked = [Ask(*pair) for pair in draw(st.lists(lengths, min_size=1, max_size=5))]
+    batch = [Ask(*pair) for pair in draw(st.lists(lengths, min_size=1, max_size=5))]
     shape = Shape(draw(st.integers(1, 3)), draw(st.integers(1, 9)), dim=8 * draw(st.integers(1, 4)))
     return (
         replace(shape, dtype=draw(st.sampled_from([torch.float32, torch.bfloat16]))),
-        asked,
+        batch,
         draw(st.none() | st.integers(1, 90)),
     )
 
@@ -122,8 +122,8 @@ def batches(draw) -> tuple[Shape, list[Ask], int | None]:
 )
 @given(batches())
 def test_any_batch(case: tuple[Shape, list[Ask], int | None]) -> None:
-    shape, asked, window = case
-    assert_equal_sums(twins(shape, asked), window=window)
+    shape, batch, window = case
+    assert_equal_sums(twins(shape, batch), window=window)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -90,12 +90,12 @@ def check(w: Filled, q: Tensor, **how: Any) -> None:
 
 def wrong_rows(w: Filled, together: Tensor, alone: Tensor) -> str:
     off = (together != alone).flatten(1).any(1)
-    first, said = 0, []
+    first, lines = 0, []
     for ask in w.asks:
         rows = off[first : first + ask.query_len].nonzero()[:, 0].tolist()
-        said += [f"rows {rows} of {ask.query_len} at {ask.seq_len}"] if rows else []
+        lines += [f"rows {rows} of {ask.query_len} at {ask.seq_len}"] if rows else []
         first += ask.query_len
-    return "; ".join(said)
+    return "; ".join(lines)
 
 
 def queries(w: Filled, dtype: torch.dtype) -> Tensor:

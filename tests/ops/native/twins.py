@@ -121,7 +121,7 @@ def attend_both(w: Twins, layer: int = 0, *, q: Tensor | None = None, **how: obj
     q = w.q if q is None else q
     how = {"scale": w.shape.dim**-0.5, **how}
     # The reference takes no sequence without queries; they have no rows in q.
-    asking = tuple(seq for seq in w.batch.sequences if seq.query_len)
-    batch = AttentionBatch(asking, w.batch.slot_mapping, w.batch.block_size)
+    queried = tuple(seq for seq in w.batch.sequences if seq.query_len)
+    batch = AttentionBatch(queried, w.batch.slot_mapping, w.batch.block_size)
     want = reference.paged_attention(q, under(w.reference, layer, **how), batch)
     return native.paged_attention(q, under(w.native, layer, **how), w.batch), want

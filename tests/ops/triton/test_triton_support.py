@@ -45,7 +45,7 @@ def test_every_format_and_latent_caches_are_served(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"),
+    ("needed", "reason"),
     [
         (need(dim=288), "head dim 288 is above 256"),
         (need(dtype=torch.float64), "float64"),
@@ -54,8 +54,8 @@ def test_every_format_and_latent_caches_are_served(name: str) -> None:
     ],
     ids=["dim", "dtype", "rank", "odd"],
 )
-def test_what_is_not_served_is_named(asked: Need, reason: str) -> None:
-    assert reason in str(kernels.unsupported_reason(asked))
+def test_what_is_not_served_is_named(needed: Need, reason: str) -> None:
+    assert reason in str(kernels.unsupported_reason(needed))
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "int4"])

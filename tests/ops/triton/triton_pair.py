@@ -70,10 +70,10 @@ def moved(seq: SequenceSlots) -> SequenceSlots:
 
 def wanted(w: World, layer: int = 0, **how) -> Tensor:
     """The reference's answer. It takes no empty sequences, which have no rows anyway."""
-    asking = tuple(seq for seq in w.batch.sequences if seq.query_len)
-    if not asking:
+    queried = tuple(seq for seq in w.batch.sequences if seq.query_len)
+    if not queried:
         return w.q[layer]
-    batch = AttentionBatch.build(asking, w.shape.block_size, torch.device("cpu"))
+    batch = AttentionBatch.build(queried, w.shape.block_size, torch.device("cpu"))
     return reference.paged_attention(w.q[layer], under(w.cache, layer, **how), batch)
 
 
