@@ -67,9 +67,9 @@ def made_session(plan: TurnsPlan, llm: LLM) -> tuple[Item, ...]:
         lengths.append((int(plan.scale * random.randint(*TOOL)), max(2, int(ANSWER * plan.scale))))
     tokens = text_tokens(plan.text, sum(map(sum, lengths)), llm.loaded)
     found, end = [], 0
-    for new, said in lengths:
-        if (end := end + new + said) <= plan.num_tokens:
-            found.append(Item(tuple(tokens[: end - said]), tuple(tokens[end - said : end])))
+    for new, answer in lengths:
+        if (end := end + new + answer) <= plan.num_tokens:
+            found.append(Item(tuple(tokens[: end - answer]), tuple(tokens[end - answer : end])))
     return tuple(found)
 
 

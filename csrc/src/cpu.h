@@ -1,4 +1,4 @@
-// What this CPU has and this system lets programs use. Asked of the CPU itself: not every compiler's runtime knows.
+// What this CPU has and this system lets programs use. Read from the CPU itself: not every compiler's runtime knows.
 #pragma once
 
 #include <cpuid.h>
@@ -44,7 +44,7 @@ class Cpu {
     return low;
   }
 
-  // Linux lets a process use the registers of matrix tiles once it has asked to.
+  // Linux lets a process use the registers of matrix tiles once it has requested them.
   static bool tiles_granted() {
 #ifdef __linux__
     constexpr long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA

@@ -81,7 +81,7 @@ class Bell {
 // loop begins and must not take the team's, whose caller would not know.
 enum class Whose : uint64_t { kHelpers, kTeam };
 
-// Whose the loop is, how many threads it has, and how many of its items nobody has begun. In one number, so that a
+// Whose the loop is, how many threads it has, and how many of its items are not begun. In one number, so that a
 // thread that takes an item knows it to be of a loop that stays until the item is done, and reads the rest afterwards.
 struct Open {
   static constexpr int kWhoseShift = 63, kThreadsShift = 48;
@@ -105,7 +105,7 @@ class Cores {
   bool are_there(Clock::time_point now) const { return now >= again_.load(); }
 
   // A loop took from `begun` to `ended`, of which its caller waited `idle` for the others. An uneven last item may
-  // cost half of a loop, a core that somebody else has at least a slice of the scheduler's.
+  // cost half of a loop, a core that another process has at least a slice of the scheduler's.
   void note(Clock::time_point begun, Clock::time_point ended, Clock::duration idle) {
     if (idle > kSlice + (ended - begun) / 2) lack(ended);
   }

@@ -72,7 +72,7 @@ KVR_TEST(pool_after_a_fork) {
   if (child == 0) {
     KVR_CHECK(lacks_cores(), "OpenMP's team is thought to have come along");
     for (int round = 0; round < 20; ++round) check_loop(20);
-    _exit(0);  // what the threads of the parent held is nobody's here: no leak to look for
+    _exit(0);  // what the threads of the parent held has no owner here: no leak to look for
   }
   int status = 1;
   KVR_CHECK(waitpid(child, &status, 0) == child && status == 0, "the child ended with %d", status);

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # `make dist`: the last commit as an sdist, wheels and a bill of materials in dist/, each artefact tried.
-# make gives MACHINES, PYTHONS, TORCH (what pip is asked for) and TRY (0: build and check only).
+# make gives MACHINES, PYTHONS, TORCH (pip's requirement) and TRY (0: build and check only).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 root=$PWD here=$PWD/scripts/release work=$PWD/build/release source=$PWD/build/release/kvreclaim

@@ -38,12 +38,12 @@ const text = async (served, more = {}) => {
   check(parts.at(-1).type === "finish", parts.at(-1));
 };
 const object = async (served) => {
-  const asked = { model: served, messages, schema: jsonSchema(schema), maxOutputTokens: 250, maxRetries: 0 };
-  check("city" in (await generateObject({ ...asked, temperature: 0 })).object, "no city");
+  const options = { model: served, messages, schema: jsonSchema(schema), maxOutputTokens: 250, maxRetries: 0 };
+  check("city" in (await generateObject({ ...options, temperature: 0 })).object, "no city");
 };
 const forced = async (served) => {
-  const asked = { model: served, messages, tools, toolChoice: "required", maxOutputTokens: 250, maxRetries: 0 };
-  const { toolCalls } = await generateText({ ...asked, temperature: 0 });
+  const options = { model: served, messages, tools, toolChoice: "required", maxOutputTokens: 250, maxRetries: 0 };
+  const { toolCalls } = await generateText({ ...options, temperature: 0 });
   check(toolCalls[0]?.toolName === "weather", toolCalls);
 };
 
@@ -78,8 +78,8 @@ for (const [client, what, work] of rows) {
   try {
     await work();
   } catch (error) {
-    const said = error.responseBody ?? error.message ?? String(error);
-    answer = (said.match(/"message":"(.*?)"[,}]/)?.[1] ?? said).replace(/\s+/g, " ").slice(0, 300);
+    const body = error.responseBody ?? error.message ?? String(error);
+    answer = (body.match(/"message":"(.*?)"[,}]/)?.[1] ?? body).replace(/\s+/g, " ").slice(0, 300);
   }
   console.log(JSON.stringify([client, what, answer]));
 }

@@ -164,7 +164,7 @@ def test_a_model_of_the_hubs_cache(tiny_dir, tmp_path: Path, monkeypatch) -> Non
     shutil.copytree(tiny_dir("llama"), snapshot)
     (snapshot / "onnx").mkdir()
     for other in ("onnx/config.json", "pytorch_model.bin", "modeling_llama.py"):
-        (snapshot / other).write_text("not asked for")
+        (snapshot / other).write_text("not wanted")
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("0")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", os.fspath(tmp_path))

@@ -29,12 +29,12 @@ inline void tile_step(const AttentionArgs& a, const Item& item, int64_t at, cons
                       HeadRows& to, float* scores) {
   TileMask mask;
   open_mask(a, item, at, mask);
-  int64_t rows = 0, asked = 0;
+  int64_t rows = 0, fetched = 0;
   for (int g = 0; g < to.count; ++g) {
     RowGroup& group = to.groups[g];
     rows += group.count;
-    const Ahead ahead{next, asked, kTile * rows / item.rows};
-    asked = ahead.end;
+    const Ahead ahead{next, fetched, kTile * rows / item.rows};
+    fetched = ahead.end;
     switch (group.count) {
       case 1: tile_rows<1, BF16>(a, item, at, tile, ahead, mask, group, scores); break;
       case 2: tile_rows<2, BF16>(a, item, at, tile, ahead, mask, group, scores); break;

@@ -342,7 +342,7 @@ inline void pack_x(const PackedArgs& a, int64_t in, std::vector<Panel>& panels) 
   parallel_for(full, [&](int64_t i) {
     const Panel& p = panels[i];
     for (int64_t r = 0; r < p.size; ++r) {
-      // A row that is not there is a copy of the last, whose sums nobody takes.
+      // A row that is not there is a copy of the last, whose sums are not used.
       const char* row = a.x + std::min(i * kPanel + r, a.rows - 1) * in * size_of(T);
       if (p.numbers == nullptr) {
         pack_row<T>(row, in, r, p);

@@ -67,7 +67,7 @@ inline SequenceView part_of(const SequenceView& seq, int64_t first, int64_t end)
   return part;
 }
 
-// Plans of a batch, and one more that ends their items. Whoever asked for them frees `plans`.
+// Plans of a batch, and one more that ends their items. The caller frees `plans`.
 struct Plans {
   Plan* plans;
   int64_t count, items, partial_rows, query_rows;

@@ -30,14 +30,14 @@ struct Tile {
   const char* v[kChunks];
 };
 
-// The part of the next tile that a group of rows asks for in its loops: slots first .. end of its values and as many
-// 64ths of the words of its keys. So every line is asked for once, and the memory is never idle for long.
+// The part of the next tile that a group of rows fetches in its loops: slots first .. end of its values and as many
+// 64ths of the words of its keys. So every line is fetched once, and the memory is never idle for long.
 struct Ahead {
   const Tile& tile;
   int64_t first, end;
 };
 
-// Whether step `i` of `steps` is one in which a part is asked for.
+// Whether step `i` of `steps` is one in which a part is fetched.
 class AheadSteps {
  public:
   KVR_INLINE AheadSteps(const Ahead& ahead, int64_t steps)

@@ -32,7 +32,7 @@ from kvreclaim.model.projection import value_grams
 from kvreclaim.ops.moving import on_device
 
 PIECE_TOKENS = 1024
-"""Length of a document that is said twice; a longer one is cut. More cost more per token and tell nothing
+"""Length of a document that is repeated; a longer one is cut. More cost more per token and tell nothing
 new."""
 FITTED = {"linear": 0, "mlp": UNITS}
 """Forms of kvzap that calibration fits, by their hidden units."""
@@ -136,7 +136,7 @@ def calibrate(
     fitted = kvzap in FITTED
     require(
         surrogate or not fitted,
-        f"kvzap {kvzap} is fitted to documents said twice, which surrogate=False leaves out; leave one out.",
+        f"kvzap {kvzap} is fitted to repeated documents, which surrogate=False leaves out; leave one out.",
     )
     published = None if kvzap is None or fitted else read_kvzap(kvzap, loaded.facts)
     clustering = Clustering(num_centers, shared_centers, seed, max_points)
@@ -197,7 +197,7 @@ class _Learnt:
         if self._shares.is_empty:
             require(
                 self._kvzap is None,
-                "kvzap is fitted to documents said twice, and none of these can be: each needs more than "
+                "kvzap is fitted to repeated documents, and none can be repeated: each needs more than "
                 f"{2 * NEAR} tokens; pass longer ones.",
             )
             return stats

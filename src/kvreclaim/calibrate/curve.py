@@ -32,7 +32,7 @@ from kvreclaim.memory.blocks import blocks_for
 logger = logging.getLogger(__name__)
 
 PROSE, LOOKUPS = CONTENTS
-ASKED = 2
+PER_KIND = 2
 """Questions per kind of fact."""
 STEPS = 8
 """Budgets are multiples of one STEPS-th of a document."""
@@ -107,7 +107,7 @@ def curve_documents(
 def _lookups(llm: LLM, texts: Sequence[Sequence[int]], length: int) -> list[CurveDocument]:
     documents = []
     for seed, text in enumerate(texts):
-        (made,) = lookup_documents(llm.tokenizer, text, count=1, num_tokens=length, seed=seed, asked=ASKED)
+        (made,) = lookup_documents(llm.tokenizer, text, count=1, num_tokens=length, seed=seed, asked=PER_KIND)
         continuation: list[int] = []
         answers: list[range] = []
         for each in made.questions:

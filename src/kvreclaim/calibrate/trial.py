@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 SINKS, RECENT, INTERVAL = 4, 64, 128
 AT_ONCE = 4
 """Policies in one batch. Larger products are faster, but the pool holds all of their caches."""
-STRETCH, SAID_AGAIN = 32, 16
+STRETCH, REPEAT_EVERY = 32, 16
 """Tokens of a repeated stretch, and the inverse share of tokens in repeated stretches."""
 ANSWERED = 0.5
 """Least share of an answer's tokens that the full cache must predict for its question to count."""
@@ -85,7 +85,7 @@ def prose_document(document: Sequence[int]) -> LookupDocument:
     )
     first = len(document) * 7 // 8
     prompt, rest = list(document[:first]), list(document[first:])
-    starts = range(0, first, STRETCH * SAID_AGAIN)
+    starts = range(0, first, STRETCH * REPEAT_EVERY)
     again = [token for start in starts for token in prompt[start : start + STRETCH]]
     follows = ((_ONCE, rest), (_AGAIN, again))
     return LookupDocument("prose", prompt, [Question(kind, ids[:1], ids[1:]) for kind, ids in follows])

@@ -26,7 +26,7 @@ from kvreclaim.ops.scoring import surrogate_features
 
 LEAST_PROBABILITY = 1e-9
 SOON = 2.0
-"""Nats by which attention of the text going on outweighs that of what may be asked: on held-out prose the
+"""Nats by which attention of the text going on outweighs that of later questions: on held-out prose the
 best compromise between the two (docs/log.md)."""
 KNOTS = (64, 128, 256, 512, 1024)
 """Ages in tokens. What a token's age adds to its score is linear in the age's logarithm between two of them,

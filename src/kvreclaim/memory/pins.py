@@ -176,7 +176,7 @@ class Pins:
         assert marked == set(self.ttl_s) == set(self._ends), f"{len(marked)} marked, {len(self)} pinned"
         assert len(self) <= self.limit, f"{len(self)} pins, {self.limit} allowed"
         owned = {block: owner for owner, blocks in self._owned.items() for block in blocks}
-        assert owned == self._owner, f"{len(owned)} owned by somebody, {len(self._owner)} have an owner"
+        assert owned == self._owner, f"{len(owned)} owned by a tenant, {len(self._owner)} have an owner"
         assert owned.keys() == marked, f"{len(owned)} owned, {len(marked)} marked"
         assert all(self._owned.values()), "an owner of nothing"
         assert set(self._kept) == {block for block in self.aside if block in marked}, "kept: not the pinned"

@@ -62,7 +62,7 @@ class AttentionCall:
             then.sinks is None,  # sinks are weights: only their being there is compared
         ):
             raise UnsupportedModelError(
-                f"layer {self.layer} asks for {now}, but asked for {then} when the model "
+                f"layer {self.layer} has {now}, but had {then} when the model "
                 "was loaded; use a model whose attention layers do not change."
             )
         return layer

@@ -211,7 +211,7 @@ def _title(cache: Cache, request: PlanRequest, what: str, weights: WeightFormat)
 
 
 def _length(cache: Cache, request: PlanRequest) -> int:
-    """Length of the sequences that are counted: the one asked about, else the longest that the model has
+    """Length of the sequences that are counted: the request's, else the longest that the model has
     positions for."""
     return request.context or request.prefix + request.own or cache.shape.max_position
 

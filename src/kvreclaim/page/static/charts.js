@@ -60,8 +60,8 @@ export class Chart {
       "d", pieces.map((points) => `M${foot(points[0])}L${points.join("L")}L${foot(points.at(-1))}Z`).join(""),
     );
     this.mark.textContent = this.format(top);
-    const told = values.length ? `now ${this.format(values.at(-1))}, at most ${this.format(most)}` : "no data yet";
-    this.svg.setAttribute("aria-label", `${this.label}, last two minutes: ${told}`);
+    const range = values.length ? `now ${this.format(values.at(-1))}, at most ${this.format(most)}` : "no data yet";
+    this.svg.setAttribute("aria-label", `${this.label}, last two minutes: ${range}`);
   }
 }
 

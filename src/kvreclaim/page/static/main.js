@@ -17,8 +17,8 @@ const HIT_WINDOW_S = 20;
 const KEYS = ["free", "cached", "pinned", "in_use", "shared"];
 const MEANINGS = [
   "holds nothing that could be used again",
-  "held by nobody; a prompt that begins alike finds it",
-  "cached, and kept longer because a request asked for it",
+  "held by no sequence; a prompt that begins alike finds it",
+  "cached, and kept longer by a request's option",
   "held by one sequence",
   "held by several sequences at once",
 ];
@@ -45,7 +45,7 @@ const charts = {
   freed: new Chart(tile("freed"), { label: "Blocks freed per second", format: whole }),
 };
 const rates = {
-  generated: new Rate(1), prompt: new Rate(1), freed: new Rate(1), asked: new Rate(HIT_WINDOW_S), hit: new Rate(HIT_WINDOW_S),
+  generated: new Rate(1), prompt: new Rate(1), freed: new Rate(1), queried: new Rate(HIT_WINDOW_S), hit: new Rate(HIT_WINDOW_S),
 };
 const stateCells = STATES.map((name, i) => {
   const row = find("#states").insertRow();
@@ -77,11 +77,11 @@ function showFigures(frame) {
   charts.tokens.push(time, generated);
   value("tokens", whole(generated), " generated", `and ${whole(prompt)} of prompts computed`);
 
-  const [asked] = rates.asked.add(time, totals.prefix_query_tokens);
+  const [queried] = rates.queried.add(time, totals.prefix_query_tokens);
   const [hit] = rates.hit.add(time, totals.prefix_hit_tokens);
-  charts.hits.push(time, asked > 0 ? hit / asked : null);
+  charts.hits.push(time, queried > 0 ? hit / queried : null);
   const ever = totals.prefix_query_tokens ? percent(totals.prefix_hit_tokens / totals.prefix_query_tokens) : "–";
-  value("hits", ever, " since the start", asked > 0 ? `last ${HIT_WINDOW_S} s: ${percent(hit / asked)} of ${whole(asked)} tokens`
+  value("hits", ever, " since the start", queried > 0 ? `last ${HIT_WINDOW_S} s: ${percent(hit / queried)} of ${whole(queried)} tokens`
     : `no prompt in the last ${HIT_WINDOW_S} s`);
 
   const freed = perSecond(rates.freed.add(time, totals.blocks_freed));

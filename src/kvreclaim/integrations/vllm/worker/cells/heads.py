@@ -23,7 +23,7 @@ from kvreclaim.ops.moving import to_device
 
 MAX_ENTRIES = 1 << 23
 """Most entries of tables that are made at once; about 24 bytes of scratch each."""
-NOBODY = 0
+UNSEEN = 0
 """The row of requests that no pass has touched."""
 
 
@@ -171,7 +171,7 @@ class HeadTables:
         self._next = None
         if not self.rows:
             return
-        rows = np.array([self.rows.get(request_id, NOBODY) for request_id in request_ids], dtype=np.int64)
+        rows = np.array([self.rows.get(request_id, UNSEEN) for request_id in request_ids], dtype=np.int64)
         if not rows.any():
             return
         ahead = np.array([self._ahead[row] for row in rows])
