@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from kvreclaim.compression.loss_curve import LossCell, LossCurve
 
 Losses = Mapping[int, float]
-"""Of every document, by budget."""
+"""Losses of every document, by budget."""
 Places = Mapping[tuple[str, int], Losses]
-"""By content and length."""
+"""Losses by content and length."""
 DENSITIES = {"auto": 1.0, "fp16": 1.0, "int8": 2.0, "int4": 4.0}
-"""Of LossCell, round numbers."""
+"""Densities of a LossCell, in round numbers."""
 
 
 def cell(content: str, num_tokens: int, losses: Losses, kv_cache_dtype: str = "auto") -> LossCell:

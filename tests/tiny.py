@@ -53,7 +53,7 @@ from transformers import (
 )
 
 DEVICE = os.environ.get("KVRECLAIM_TEST_DEVICE", "cpu")
-"""Of the engines in tests that can run elsewhere: `make gpu` runs them on cuda."""
+"""The device of engines in tests that can run elsewhere: `make gpu` runs them on cuda."""
 VOCAB_SIZE = 272
 WINDOW = 8
 CHUNK = 16

@@ -190,7 +190,7 @@ def _write_pieces(writer: gguf.GGUFWriter) -> None:
 
 
 def _num_heads(name: str, config) -> int | None:
-    """Of llama's queries and keys, whose rows llama.cpp keeps in another order: (x, y) pairs, not halves."""
+    """Return the heads of llama's queries and keys: llama.cpp orders rows in (x, y) pairs, not halves."""
     if config.model_type != "llama":
         return None
     if ".q_proj." in name:

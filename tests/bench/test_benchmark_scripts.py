@@ -192,7 +192,7 @@ def test_prefix_hits_counted_by_hand(trace, tmp_path):
 
 @pytest.mark.parametrize(("order", "expected"), [("lru", 1), ("slru", 1), ("priority", 1)])
 def test_what_came_back_once_outlives_three_that_do_not(order, expected):
-    """In three blocks; of which slru protects none: a fifth is less than one."""
+    """The cache has three blocks, of which slru protects none: a fifth is less than one."""
     assert caching.replay([[block] for block in (1, 1, 2, 3, 4, 1)], order, 3)["hits"] == expected
 
 

@@ -256,7 +256,7 @@ def dspy_plain(at: At) -> None:
 
 @ROWS.add("dspy", "JSONAdapter, with a schema")
 def dspy_json(at: At) -> None:
-    """To a model whose name it does not know it sends none of its own."""
+    """DSPy sends no schema of its own to a model with a name that it does not know."""
     import dspy
 
     class Name(dspy.Signature):

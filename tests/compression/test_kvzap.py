@@ -23,7 +23,7 @@ FACTS = model_facts()
 
 
 class Published(nn.Module):
-    """As NVIDIA's KVzapModel names its parts."""
+    """A module with the parts of NVIDIA's KVzapModel under their names."""
 
     def __init__(self, inputs: int, units: int | None, outputs: int, layers: int) -> None:
         super().__init__()

@@ -155,7 +155,7 @@ CODED = {
     ("prose", 2048): {512: 0.05, 1024: 0.02, 2048: 0.02},
     ("lookups", 2048): {512: 0.04, 1024: 0.04, 2048: 0.03},
 }
-"""Of int8, beside TWO."""
+"""Losses of int8, beside TWO."""
 
 
 def test_a_format_has_losses_and_budgets_of_its_own() -> None:

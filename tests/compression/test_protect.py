@@ -137,7 +137,7 @@ def test_slots_that_stay_in_every_ranking(case):
 
 @given(lengths())
 def test_candidates_are_the_slots_that_a_choice_is_made_among(case):
-    """With something to lose: the free slots, and the prompt's where not all of it can stay."""
+    """The candidates, where tokens must go: the free slots, and the prompt's where not all of it can stay."""
     num_tokens, prompt_slots, keep, rules = case
     found = candidates(num_tokens=num_tokens, prompt_slots=prompt_slots, keep=keep, **rules)
     ranks = [rank(slot, num_tokens, prompt_slots, rules) for slot in range(num_tokens)]

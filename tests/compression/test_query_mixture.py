@@ -18,7 +18,7 @@ plain = partial(QueryMixture, temperature=1.0, value_norm=False)
 
 
 def mixture(num_centers=3, head_dim=8, spread=1.0, owners=4):
-    """Of 4 query heads; owners 2: centres that the two query heads of each KV head share."""
+    """Make statistics of 4 query heads; owners 2: centres that the two query heads of each KV head share."""
     centers = noise(20, owners, num_centers, head_dim)
     variances = spread * noise(21, owners, num_centers, head_dim).square()
     weights = noise(24, owners, num_centers).abs().softmax(-1)
@@ -54,7 +54,7 @@ def test_value_norm_multiplies():
 
 
 def test_shared_centres_are_every_query_heads_own():
-    """As if each query head of the group had all of them."""
+    """The scores are as if each query head of the group had all of them."""
     shared = mixture(owners=2)
     own = LayerStats(
         shared.q_mean,

@@ -217,7 +217,7 @@ class TestCheckModel:
 
 
 def test_two_processes_with_equal_ids_save_at_once(tmp_path, monkeypatch):
-    """As in two containers on one volume: the second saves while the first is in the middle."""
+    """Two containers may share a volume: the second saves while the first is in the middle."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
     target, save = tmp_path / "stats.safetensors", stats_module.save_file
 

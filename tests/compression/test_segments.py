@@ -1,4 +1,4 @@
-"""The quota of a segment: who gets it, and that no region dies out."""
+"""The quota of a segment: which tokens get it, and that no region dies out."""
 
 import dataclasses
 

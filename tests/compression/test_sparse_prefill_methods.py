@@ -111,7 +111,7 @@ class TestLoops:
                 assert set(kept[n, head].nonzero().flatten().tolist()) == wanted
 
     def test_columns_and_diagonals(self, tiles):
-        """Of the last queries of a span, summed over the query heads of a KV head."""
+        """Sums are of the last queries of a span, over the query heads of a KV head."""
         method = VerticalSlash(vertical=40, slash=24, queries=12, block=8)
         columns, diagonals = method.sums(tiles, tiles.keys(0, 128))
         weights = self.weights(tiles)[-12:].unflatten(1, (2, 2)).sum(2)  # [q, K, slots]

@@ -118,7 +118,7 @@ def test_what_is_needed_soon_outweighs_what_may_be_needed_later():
 
 
 def test_attention_counts_by_what_the_value_adds():
-    """To the residual stream, through the query head that makes most of it."""
+    """The value adds to the residual stream, through the query head that makes most of it."""
     reached, values, weights = noise(1, 3, 2, 5).abs(), noise(2, 2, 5, 4), noise(3, 2, 3, 4, 7)
     found = weighed(reached, values, weights @ weights.mT)
     for head in range(2):

@@ -75,7 +75,7 @@ def test_ada_kv_counts_of_its_paper_before_and_after_rounding():
 
 @given(data=st.data())
 def test_no_other_rounding_is_nearer(data):
-    """Of all numbers of blocks with this sum and these bounds, none is closer in the sum of squares."""
+    """No other numbers of blocks with this sum and these bounds are closer in the sum of squares."""
     heads, size = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
     protected = data.draw(st.integers(0, 2 * size))
     least = max(1, -(-protected // size))

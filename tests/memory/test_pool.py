@@ -13,7 +13,7 @@ from kvreclaim.memory.prefix.index import BlockHash, BlockKey
 
 
 def key(*blocks: list[int]) -> BlockKey:
-    """Of the last one of these blocks."""
+    """Return the key of the last of these blocks."""
     return BlockKeys(BlockHash(2), [token for block in blocks for token in block])[len(blocks) - 1]
 
 

@@ -21,7 +21,7 @@ def constant(message: bytes) -> bytes:
 
 
 def key(blocks: Blocks, salt: str | None = None, hashing: BlockHash | None = None) -> BlockKey:
-    """Of the last of these blocks of two tokens."""
+    """Return the key of the last of these blocks of two tokens."""
     tokens = [token for block in blocks for token in block]
     return BlockKeys(hashing or BlockHash(2), tokens, salt)[len(blocks) - 1]
 
@@ -121,7 +121,7 @@ class Counted:
 
 
 def test_the_key_is_sha256_over_typed_length_prefixed_fields():
-    """Pinned: whoever stores these digests (offload tiers) must read them back tomorrow."""
+    """Pinned: what stores these digests (offload tiers) must read them back tomorrow."""
     root = b"f" + struct.pack("<Q", 5) + b"model" + b"s" + struct.pack("<Q", 2) + b"me"
     digest = hashlib.sha256(root).digest()
     keys = BlockKeys(BlockHash(2, "model"), [7, -1, 3, 4, 5], "me")

@@ -139,7 +139,7 @@ def constant(message: bytes) -> bytes:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_small_pools(seed: int) -> None:
-    """Of any block size and order, also without caching and with hashes that collide."""
+    """Pools of any block size and order, also without caching and with hashes that collide."""
     rng, past = random.Random(seed), []
     colliding = rng.choice([None, None, None, three_bits, constant])
     world = World(
@@ -175,7 +175,7 @@ def lines(work: Callable[[], object]) -> int:
 
 
 def costs(num_blocks: int, order: str) -> list[int]:
-    """Of every operation, on a sequence of eight blocks, of which three are pinned."""
+    """Return the cost of every operation on a sequence of eight blocks, three of them pinned."""
     memory, prompt = MemoryManager(num_blocks, 4, eviction_policy=order), list(range(33))
 
     def admit(seq_id: int) -> None:

@@ -176,7 +176,7 @@ def test_a_fork_copies_the_begun_blocks_of_every_table():
 
 
 def test_a_leaving_window_goes_before_what_is_cached():
-    """Of a long prompt the windows' blocks are reused again and again, and no other prompt's go for them."""
+    """The blocks of a long prompt's windows are reused again and again; no other prompt's go for them."""
     memory = make(40)
     run(memory, 0, list(range(13)))
     memory.free(0)

@@ -14,10 +14,10 @@ from kvreclaim.offload.plan.tiered_offload import TieredOffload
 from kvreclaim.offload.plan.transfers import Transfer, TransferOutcome
 
 Content = tuple[Any, ...]
-"""Of each slot of a block: the salt, all tokens so far, and a name for who has computed it, since each may
+"""What a slot of a block holds: the salt, all tokens so far, and a name of what computed it, since each may
 round otherwise; or, behind something lossy, a name of its own."""
 HIT = "hit"
-"""Whoever has computed it."""
+"""The name where any sequence may have computed it."""
 
 
 @dataclass(eq=False)

@@ -274,7 +274,7 @@ class World:
         self.shadow.reset_index()
 
     def _learn_index(self) -> None:
-        """With colliding digests: which blocks are indexed is the manager's word, what they hold is not."""
+        """Take from the manager, with colliding digests, which blocks are indexed, but not what they hold."""
         if not self.predictable:
             shadow = self.shadow
             shadow.path_of_block = {entry.block: 0 for entry in self.memory.pool.index}

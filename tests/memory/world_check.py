@@ -1,4 +1,4 @@
-"""That a memory and its shadow say the same."""
+"""Checks that a memory and its shadow agree."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _expected_stats(world: World) -> MemoryStats:
 def count_misses(
     world: World, match: PrefixMatch, tokens: Sequence[int], salt: str | None, max_tokens: int | None
 ) -> None:
-    """Of what is not hit, whole blocks have one reason and the tail has another."""
+    """Check the reasons of misses: whole blocks have one reason and the tail has another."""
     size, limit = world.shadow.block_size, len(tokens) - 1
     left = range(match.num_tokens, limit - size + 1, size)
     if left and world.predictable:

@@ -23,7 +23,7 @@ from kvreclaim.ops.rope_probe import POSITIONS, find_rope
 
 TOKENS = torch.tensor(tiny.prompts((40,), seed=3))
 LEFT_OUT = {"bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "max_position_embeddings", "dtype"}
-"""Of what query statistics depend on."""
+"""Fields on which query statistics do not depend."""
 
 
 def other(value: Any) -> Any:

@@ -69,7 +69,7 @@ def test_other_families_keep_their_own_code(tiny_dir: Callable[[str], Path], nam
 
 
 def test_latents_keep_their_own_code(tmp_path: Path) -> None:
-    """With as many linear layers as Llama's attention has."""
+    """Their attention has as many linear layers as Llama's."""
     loaded = load_model(tiny.save_model("deepseek-v3", tmp_path, q_lora_rank=None), kernels="native")
     assert "decoder layers: transformers" in loaded.modules
 
@@ -160,7 +160,7 @@ def test_hooks_gradients_and_plain_calls_get_transformers_code(tiny_dir: Callabl
 
 
 def test_the_forward_is_a_loop_over_native_layers(tiny_dir: Callable[[str], Path]) -> None:
-    """To the bit transformers' forward over the same layers, which hooks, and other arguments, still get."""
+    """Outputs are to the bit those of transformers' forward, which hooks, and other arguments, still get."""
     loaded = load_model(tiny_dir("mistral"), kernels="native")
     body = loaded.model.model
     assert isinstance(vars(body)["forward"], NativeModel)

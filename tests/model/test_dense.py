@@ -180,7 +180,7 @@ def test_weights_loaded_in_inference_mode_are_plain_tensors(tiny_dir: Callable[[
 
 @torch.inference_mode()
 def test_a_checkpoint_with_other_names_is_loaded_by_transformers(tmp_path: Path) -> None:
-    """As one without "model." before the names of all but the head."""
+    """The names of all weights but the head are without "model."."""
     tiny.save_model("llama", tmp_path)
     file = tmp_path / "model.safetensors"
     save_file({name.removeprefix("model."): each for name, each in load_file(file).items()}, file)

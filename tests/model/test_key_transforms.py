@@ -104,7 +104,7 @@ def test_norms(family, tmp_path):
 
 
 def test_statistics_of_keys_are_their_means_and_energies(tmp_path):
-    """Of first copies alone where a document is repeated: the oracle reads each document once."""
+    """Only first copies count where a document is repeated: the oracle reads each document once."""
     model = load("qwen2", tmp_path)
     documents = tiny.prompts((150, 80), seed=5)
     keys, queries = {}, {}
@@ -178,8 +178,8 @@ def loss(along, keys, queries):
 
 
 def test_directions_balance_keys_and_queries():
-    """With as many as dims the loss is least: the square of tr((K^1/2 Q K^1/2)^1/2), by singular values of
-    the product of roots. Four take most of it where keys have one far direction."""
+    """The loss of as many directions as dims is least: the square of tr((K^1/2 Q K^1/2)^1/2), by singular
+    values of the product of roots. Four take most of it where keys have one far direction."""
     generator, dim = torch.Generator().manual_seed(3), 16
     shape = 3, dim, dim
     roots = [torch.randn(shape, generator=generator).tril() + 2 * torch.eye(dim) for _ in range(2)]
@@ -197,7 +197,7 @@ def test_directions_balance_keys_and_queries():
 
 
 def test_moments_are_of_rotated_rows_at_all_positions(tmp_path):
-    """Of one row at every position: as many lengths as positions, each as likely as another of its size."""
+    """Moments of one row at every position: as many lengths as positions, all of one size equally likely."""
     facts = load("llama", tmp_path).facts
     rope, row = facts.layers[0].rope, torch.randn(2, 16, generator=torch.manual_seed(1))
     found = rotated_moment(row[:, None].expand(-1, 40_000, -1), rope, LONGEST)

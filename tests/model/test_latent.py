@@ -56,7 +56,7 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def check_latent_logits(model: PreTrainedModel) -> OneText:
-    """With latents the model says what it says with transformers' own attention and expanded keys."""
+    """Check that logits with latents are those of transformers' own attention and expanded keys."""
     model.set_attn_implementation("eager")
     want = logits(model)
     assert use_latent_cache(paged(model)).startswith("latent cache: ")

@@ -91,7 +91,7 @@ def test_a_directory_without_a_readable_config(text: str | None, llama: Path) ->
 
 
 def test_code_from_a_repository_is_never_run(llama: Path, monkeypatch) -> None:
-    """Not even when someone at the terminal would agree."""
+    """It does not run even where the user at the terminal would agree."""
     monkeypatch.setattr("builtins.input", lambda prompt: "y")
     auto_map = {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}
     (llama / "config.json").write_text(json.dumps({"model_type": "theirs", "auto_map": auto_map}))

@@ -43,7 +43,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Whose matrices have many pieces."""
+    """A GGUF file with matrices of many pieces."""
     monkeypatch.setenv("KVRECLAIM_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(source, "CODES_AT_ONCE", 2048)
     tiny_gguf.write(tmp_path / "tiny.gguf")
@@ -164,7 +164,7 @@ def test_a_short_start_and_a_pipe_show_nothing(file: Path, monkeypatch) -> None:
 
 
 def test_rows_that_change_places_do_so_over_pieces(tmp_path: Path, monkeypatch, threads: None) -> None:
-    """Those of queries and keys of llama files."""
+    """The rows of queries and keys of llama files change places."""
     monkeypatch.setenv("KVRECLAIM_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(source, "CODES_AT_ONCE", 1024)
     want = tiny_gguf.write(tmp_path / "tiny.gguf", form=Form.Q8_0)

@@ -1,4 +1,4 @@
-"""Whatever changes the bytes of a block changes its namespace."""
+"""Every setting that changes the bytes of a block changes its namespace."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_a_disk_that_takes_no_more_bytes_is_an_error_of_the_disk(tmp_path):
 
 
 class Held:
-    """In the place of files: nothing comes back before it is let."""
+    """A stand-in for files: calls return only once `free` is set."""
 
     def __init__(self):
         self.free, self.begun = threading.Event(), threading.Event()

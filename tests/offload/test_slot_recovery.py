@@ -1,4 +1,4 @@
-"""Whatever is done to a slot file, what it gives back was put into it."""
+"""A slot file gives back only what was put into it, after any damage."""
 
 from __future__ import annotations
 

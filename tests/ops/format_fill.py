@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """Whose ops are tried over which format.
+    """A back-end under test and a format.
 
     dtype: of queries and of the keys and values that are written
     slack: what the back-end may be off besides the tolerance of the dtype, in units of the largest value

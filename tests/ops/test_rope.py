@@ -116,7 +116,7 @@ def test_the_dtype_stays(dtype: torch.dtype) -> None:
 
 
 def test_phases_at_position_131072_are_exact() -> None:
-    """To complex64's rounding; an fp32 angle would be off a thousand times as much."""
+    """Exact to complex64's rounding; an fp32 angle would be off a thousand times as much."""
     layout = RopeLayout(500_000.0 ** -(torch.arange(32, dtype=torch.float64) / 32))
     positions = torch.tensor([FAR - 1, FAR])
     got = phases(positions, layout)

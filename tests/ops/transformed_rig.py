@@ -27,7 +27,7 @@ def transform_of(layer: int, facts: LayerFacts, centred: bool = True) -> KeyTran
 
 @dataclass(frozen=True, slots=True)
 class Transformed(TransformedKeys):
-    """With a transform of its own for every layer."""
+    """Transformed keys with another transform for every layer."""
 
     centred: bool = True
 

@@ -153,7 +153,7 @@ def accepts(words: Vocabulary, grammar: StructuredOutputsParams, text: str) -> b
 @pytest.mark.parametrize(("form", "text"), PUBLISHED)
 @VOCABULARIES
 def test_what_models_write_is_allowed(words: Vocabulary, form: str, text: str) -> None:
-    """Of Mistral's two ways, the one that its tokens are for."""
+    """Mistral has two formats; the grammar allows the one that its tokens are for."""
     schemas = {"get_weather": TOOLS["get_weather"], "now": {}}
     is_other = text == (OLD_MISTRAL if words is SPECIAL else NEW_MISTRAL)
     for forced in (True, False):
@@ -170,7 +170,7 @@ def test_what_models_write_is_allowed(words: Vocabulary, form: str, text: str) -
 
 @VOCABULARIES
 def test_calls_without_tags_follow_the_schemas_too(words: Vocabulary) -> None:
-    """As Qwen2.5-Coder writes them. Other JSON stays free text, and forced calls have their tags."""
+    """Qwen2.5-Coder writes such calls. Other JSON stays free text, and forced calls have their tags."""
     bare = HERMES.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
     city = {"type": "string", "maxLength": 9}
     schema = {**NOTHING, "properties": {"city": city}, "required": ["city"]}
@@ -337,7 +337,7 @@ def test_a_schema_that_is_none_is_refused(form: str, schema: dict[str, Any], wor
 
 
 def test_values_of_other_types_than_the_argument_has() -> None:
-    """Of a text's values, those that are texts may come, as a JSON schema means it."""
+    """An argument of type string may have the values that are strings, as in JSON schema."""
     call = "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
     for values in ({"enum": ["x", 1]}, {"const": "x"}):
         schema = {"properties": {"a": {"type": "string", **values}}, "required": ["a"]}

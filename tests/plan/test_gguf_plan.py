@@ -37,7 +37,7 @@ def config_of(kind: str):
 
 
 def write(file: Path, kind: str, *, without: str = "", beside: bool = False) -> dict[str, int]:
-    """As llama.cpp's converter does, with zeros, in Q8_0 where rows are long. Returns: bytes by tensor."""
+    """Write zeros as llama.cpp's converter does, in Q8_0 where rows are long. Returns: bytes by tensor."""
     config = config_of(kind)
     writer = gguf.GGUFWriter(file, KINDS[kind])
     header = {
@@ -74,7 +74,7 @@ def write(file: Path, kind: str, *, without: str = "", beside: bool = False) -> 
 
 
 def tensors(kind: str, config) -> list[tuple[str, tuple[int, ...]]]:
-    """Of the model that transformers builds, under llama.cpp's names."""
+    """Return the tensors of the model that transformers builds, under llama.cpp's names."""
     architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[KINDS[kind]]
     names, found = gguf.get_tensor_name_map(architecture, config.num_hidden_layers), []
     for name, parameter in on_meta(config).named_parameters():

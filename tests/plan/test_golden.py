@@ -151,7 +151,7 @@ def test_layers_with_windows(tmp_path, model: str, whole: float, windowed: float
     ],
 )
 def test_states_of_recurrent_layers(tmp_path, model, token, layers, conv, summed) -> None:
-    """Inputs of convolutions in bf16, sums in fp32, whatever the length; who runs has two states."""
+    """Inputs of convolutions in bf16, sums in fp32, whatever the length; one that runs has two states."""
     state = layers * (2 * conv + 4 * summed)
     for context in (8_192, 131_072):
         found = planned(tmp_path, "--model", model, "--context", context)

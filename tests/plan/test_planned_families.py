@@ -85,7 +85,7 @@ FLAGS = (
 
 
 def fields(kind: str, *, flipped: bool = False) -> dict[str, Any]:
-    """Of a small config. flipped: with every flag of FLAGS that the class has other than its default."""
+    """Make a small config. flipped: every flag of FLAGS that the class has is other than its default."""
     made = CONFIG_MAPPING[kind]
     defaults = json.loads(made().to_json_string(use_diff=False))
     own = {made.attribute_map.get(name, name): value for name, value in SMALL.items()}

@@ -37,7 +37,7 @@ def on_meta(config):
 
 
 def windows_of(model) -> list[int | None]:
-    """Of each layer's attention; where all layers share one, it stands in the config alone."""
+    """Return the window of each layer's attention; one that all layers share is in the config alone."""
     if model.config.model_type == "llama4_text":
         chunk = model.config.attention_chunk_size
         return [chunk if kind == "chunked_attention" else None for kind in model.config.layer_types]

@@ -210,7 +210,7 @@ class ListWorker:
 
 
 def full(seq: ScheduledSequence, place: int) -> State:
-    """Of a token computed over its whole context under its salt, which names it."""
+    """Return the state of a token computed over its whole context under its salt, which names it."""
     return ("full", seq.cache_salt, hash(tuple(seq.token_ids[: place + 1])))
 
 
@@ -400,7 +400,7 @@ class World:
         return computed
 
     def _drawn(self, row: StepRow) -> tuple[int, ...]:
-        """What the scheduler is to append itself: the next token where all tokens will be computed
+        """Return what the scheduler is to append: the next token, where all tokens will be computed
         and nothing forks."""
         seq = self.sequences[row.seq_id]
         knows_all = row.first + row.num_tokens == len(seq.token_ids)

@@ -23,7 +23,7 @@ def warm(served: Serving, tokens: list[int]) -> None:
 
 
 def run_clock(served: Serving, until: int) -> None:
-    """As if so many prompt tokens had been processed."""
+    """Set the clock as if so many prompt tokens had been processed."""
     served.scheduler._state.clock = until
 
 
@@ -82,7 +82,7 @@ def test_each_tenant_has_an_order_of_its_own() -> None:
 
 
 class Overtaking:
-    """A few sequences of few texts, in a small pool; who begins before whom is noted."""
+    """A few sequences of few texts, in a small pool; records which overtakes which."""
 
     def __init__(self, seed: int) -> None:
         self.random = random = Random(seed)

@@ -1,4 +1,4 @@
-"""Companions as integers: what they hold of the pool, and who gives way."""
+"""Companions as integers: what they hold of the pool, and which gives way."""
 
 from __future__ import annotations
 
@@ -140,37 +140,37 @@ def test_any_order_leaves_the_pool_as_a_shadow_counts_it(steps, num_blocks):
     """The shadow: by target, in order, its companion's logical and live tokens."""
     held, shadow, made = companions(num_blocks), {}, [100]
     targets = [sequence(i, 40) for i in range(4)]
-    for what, who in steps:
-        target, companion = targets[who], held.get(targets[who])
-        if what == "begin" and companion is None:
+    for operation, seq_id in steps:
+        target, companion = targets[seq_id], held.get(targets[seq_id])
+        if operation == "begin" and companion is None:
             made[0] += 1
             begun(held, target, made[0])
-            shadow[who] = [0, 0]
-        elif what == "fork" and companion is not None and held.get(targets[(who + 1) % 4]) is None:
+            shadow[seq_id] = [0, 0]
+        elif operation == "fork" and companion is not None and held.get(targets[(seq_id + 1) % 4]) is None:
             made[0] += 1
-            held.fork(targets[(who + 1) % 4], sequence(made[0], 40), companion)
-            shadow[(who + 1) % 4] = list(shadow[who])
-        elif what == "grow" and companion is not None:
+            held.fork(targets[(seq_id + 1) % 4], sequence(made[0], 40), companion)
+            shadow[(seq_id + 1) % 4] = list(shadow[seq_id])
+        elif operation == "grow" and companion is not None:
             if held.grow(companion, 9) is not None:
                 held.memory.release_copy_sources()
                 held.commit(companion, 9)
-                shadow[who][0] += 9
-                shadow[who][1] += 9
+                shadow[seq_id][0] += 9
+                shadow[seq_id][1] += 9
             if companion.is_due and held.compress(companion) is not None:
-                shadow[who][1] = 8
-        elif what == "draft" and companion is not None:
+                shadow[seq_id][1] = 8
+        elif operation == "draft" and companion is not None:
             held.grow(companion, 5)
             held.memory.release_copy_sources()
-        elif what == "way" and held.evict_one():
+        elif operation == "way" and held.evict_one():
             shadow.popitem()
-        elif what == "leave":
-            assert (held.leave(who) is not None) is (shadow.pop(who, None) is not None)
+        elif operation == "leave":
+            assert (held.leave(seq_id) is not None) is (shadow.pop(seq_id, None) is not None)
         held.memory.check()
         assert {target.seq_id: _lengths(held, target) for target in targets if held.get(target)} == shadow
         rooms = {b for one in held for b in held.memory.table(one.seq_id).block_ids}
         assert held.memory.num_free == num_blocks - len(rooms)
-    for who in range(4):
-        held.leave(who)
+    for seq_id in range(4):
+        held.leave(seq_id)
     assert held.memory.stats().free == num_blocks
 
 

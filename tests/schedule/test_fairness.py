@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from serving import SIZE, Serving
 
 LEAST = 64
-"""Prompt tokens that a tenant may have in a step of 2,048, whoever else has some."""
+"""Prompt tokens that a tenant may have in a step of 2,048, whichever other tenants have some."""
 
 
 def flooded(serving: Serving, tenant: str = "flood", prompts: int = 1024, **request) -> Serving:
@@ -225,7 +225,7 @@ REQUEST = st.tuples(
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 6), REQUEST), max_size=60))
 def test_no_tenant_waits_long_with_nothing_running(arrivals):
-    """Of requests that need a part of a tenant's blocks: one with nothing running has its turn in the next
+    """Requests need a part of a tenant's blocks: a tenant with nothing running has its turn in the next
     step. Fairness takes no tenant's seats below its part, and each tenant's first sequence goes on."""
     serving = Serving(num_blocks=100, max_num_seqs=5, max_num_batched_tokens=40)
     for pause, (tenant, num_prompt, max_tokens, num_outputs) in arrivals:

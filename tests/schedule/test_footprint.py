@@ -98,7 +98,7 @@ def test_offsets_spread_the_passes_of_requests_that_arrive_together():
 
 @pytest.mark.parametrize("seed", range(200))
 def test_aligned_passes_give_back_whole_blocks_wherever_chunks_fall(seed):
-    """Whoever computes cuts no chunk at a point that is due."""
+    """Computation cuts no chunk at a point that is due."""
     rng = random.Random(seed)
     size, budget, chunk = rng.choice([1, 4, 8]), rng.randrange(1, 60), rng.randrange(1, 60)
     footprint = Footprint(

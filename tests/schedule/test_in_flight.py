@@ -14,7 +14,7 @@ CHUNK = 400
 
 
 def prompts(count: int, tail: int = 200) -> list[list[int]]:
-    """That begin alike."""
+    """Return prompts that begin alike."""
     return [SHARED + [5000 + number] * tail for number in range(count)]
 
 

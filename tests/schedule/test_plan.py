@@ -181,7 +181,7 @@ def footprints(draw) -> Footprint:
 
 @given(footprints(), st.integers(1, 150), st.data())
 def test_every_chunk_ends_at_a_multiple_or_at_a_point_of_the_sequences_own(footprint, num_prompt, data):
-    """Whatever room steps leave, as long as a span fits into one; and so the chunks between such points are
+    """Steps may leave any room, as long as a span fits into one; so the chunks between such points are
     the same."""
     seq = ScheduledSequence(0, "r", [0] * (num_prompt + 3), num_prompt, 200, footprint=footprint)
     rows = footprint.sparse_rows(num_prompt)

@@ -68,7 +68,7 @@ class Pair:
 
 @pytest.mark.parametrize("num_blocks", [17, 18, 19, 20, 22, 25, 60])
 def test_a_neighbour_that_hits_its_blocks_moves_no_pass(num_blocks):
-    """Its first blocks were hit by a neighbour, who goes on reading them; a pass may not write these."""
+    """Its first blocks were hit by a neighbour, which goes on reading them; a pass may not write these."""
     alone = Pair(60)
     alone.add(alone.small)
     while alone.live:

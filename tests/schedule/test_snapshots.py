@@ -1,4 +1,4 @@
-"""Snapshots without an engine: who finds which, and who gives way to whom."""
+"""Snapshots without an engine: which requests find which, and which gives way to which."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_one_that_is_to_be_kept_goes_behind_others_for_its_time():
 
 
 def test_one_that_is_left_again_is_kept_for_its_new_time():
-    """It goes behind the others, is as important, and stays for the time passed then."""
+    """It goes behind the others, is as important, and stays for its new keep_s."""
     world = World(8)
     first = world.leave(key([0]), priority=3)
     others = [world.leave(key([1 + n]), priority=1) for n in range(3)]

@@ -1,4 +1,4 @@
-"""Which sequences give way, and with whom: the outputs of a request together."""
+"""Which sequences give way, and with which: the outputs of a request together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks a server in full size, as strangers and tenants could, and says what others noticed of it.
+"""Attacks a server in full size, as strangers and tenants could, and reports what others noticed of it.
 
     python tests/soak/attack.py                 # everything: some minutes
     python tests/soak/attack.py --only slow     # the attacks whose names contain it
@@ -46,7 +46,7 @@ HEALTH_S = 0.25
 FIRST_TOKEN = 3.0
 WATCH_S = 4.0
 PAUSE_S = 0.2
-"""Between two strikes: how often a client may ask at all is for a reverse proxy to say."""
+"""Between two strikes: how many requests a client may send is for a reverse proxy to limit."""
 
 
 @dataclass(slots=True)
@@ -150,7 +150,7 @@ def run(attack: Attack, target: Target, alone: Seen) -> bool:
 
 
 def repeat(attack: Attack, target: Target, sender: Connection) -> None:
-    """In the attacker's process."""
+    """Repeat the attack, in a process of its own."""
     outcomes: list[Outcome] = []
     until = time.monotonic() + WATCH_S
     while not outcomes or time.monotonic() < until:

@@ -16,7 +16,7 @@ from server import ATTACKER, KEYED, MODEL, OPERATOR, OTHER, Target
 
 MAX_LEN = 4096
 CAP = (256 << 10) + 32 * MAX_LEN
-"""Of a body, where the server's defaults hold."""
+"""Most bytes of a body, where the server's defaults hold."""
 REFUSED = (400, 401, 403, 404, 408, 413, 429, 431)
 COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
 
@@ -138,7 +138,7 @@ CHUNKED = {"transfer_encoding": "chunked", "content_type": "application/json"}
 
 
 def trailer(target: Target) -> bytes:
-    """Of a tenant: a stranger's is refused before its body is read."""
+    """Return the head of a tenant's request: a stranger's is refused before its body is read."""
     return head("POST", "/tokenize", target.key(ATTACKER), **CHUNKED) + b"0\r\na: "
 
 
@@ -220,7 +220,7 @@ def ids(count: int, step: int = 1, first: int = 0) -> list[int]:
 
 
 def crowding(target: Target) -> list[Outcome]:
-    """As much as one key may have at once, for a few seconds."""
+    """Send as much as one key may have at once, for a few seconds."""
     prompts = [ids(64, first=row) for row in range(256)]
     body = request_body(prompt=prompts, max_tokens=2000, ignore_eos=True, stream=True)
     clients = [connect(target.port) for _ in range(2)]

@@ -20,7 +20,7 @@ from server import OPERATOR, Target
 
 EXAMPLES = 20
 LEAVES_S = 10.0
-"""A client that asks for thousands of tokens goes then."""
+"""A client of thousands of tokens goes then."""
 
 
 def attack(target: Target, over: Event) -> str:

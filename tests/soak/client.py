@@ -1,4 +1,4 @@
-"""HTTP by hand, for attackers and for those who watch them."""
+"""HTTP by hand, for attackers and for the programs that watch them."""
 
 from __future__ import annotations
 

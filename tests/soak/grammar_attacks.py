@@ -93,7 +93,7 @@ def storing(target: Target) -> bytes:
 
 
 def latest_alone(target: Target) -> list[str]:
-    """Of those that were stored the latest are there, and no others."""
+    """Check that only the latest of the stored responses are there."""
     responses = [storing(target).decode() for _ in range(MOST_STORED + 4)]
     ids = [re.findall(r'"id":"(resp_[\w-]+)"', each)[0] for each in responses]
     gets = [head("GET", f"{RESPONSES}/{each}", target.key(ATTACKER)) for each in ids]

@@ -232,7 +232,7 @@ async def _settle(client: httpx2.AsyncClient, report: Report) -> None:
 
 
 def _first_tokens(answers: list[tuple[Case, Seen]]) -> dict[str, float]:
-    """Of the streams that had one."""
+    """Return percentiles of times to first tokens, in ms, of the streams that had one."""
     waits_s = [seen.first_s for _, seen in answers if seen.first_s is not None]
     return {f"p{q}": round(1e3 * float(np.percentile(waits_s, q)), 1) for q in (50, 99)} if waits_s else {}
 

@@ -77,8 +77,8 @@ def test_int8_is_within_half_a_step(x: Tensor) -> None:
 @settings(max_examples=150, deadline=None)
 @given(vectors())
 def test_int4_is_within_half_a_step(x: Tensor) -> None:
-    """Of the rotated numbers: s = (max - min) / 15 in each group of 32 dims, or abs(centre) / 40.5 where that
-    is more. Whatever the vector, its length is then off by sqrt(D) s / 2 at most."""
+    """The step of rotated numbers: s = (max - min) / 15 in each group of 32 dims, or abs(centre) / 40.5 where
+    that is more. Whatever the vector, its length is then off by sqrt(D) s / 2 at most."""
     turned, got = rotate(x), rotate(keys_back(INT4, x))
     rounding = 1e-6 * torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     for part, back in zip(in_groups(turned), in_groups(got), strict=True):

@@ -164,7 +164,7 @@ def test_over_cells_of_uneven_heads(isa: str, name: str) -> None:
 
 
 def test_sinks_of_every_sequence_stay_its_own(isa: str) -> None:
-    """As many sinks as heads of all sequences: rows that cross a cut of the keys keep their sequence's."""
+    """Sinks are as many as heads of all sequences: rows across a cut of the keys keep their sequence's."""
     w = filled("bf16", "d64 g2", torch.bfloat16, ((9, 2050), (5, 40)))
     sinks = torch.linspace(-2, 9, 2 * w.shape.heads)
     got = native.paged_attention(

@@ -16,7 +16,7 @@ from kvreclaim.ops.formats import FORMATS
 from kvreclaim.ops.kv_cache import KVCache, PagedTokens
 
 SLACK = 2e-4
-"""Of the largest value."""
+"""Tolerance, relative to the largest value."""
 
 names = pytest.mark.parametrize("name", ["fp8_e4m3", "int8", "int4", "turboquant4", "int8+int4"])
 

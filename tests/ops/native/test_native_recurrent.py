@@ -30,7 +30,7 @@ RUNS = {
     "steps": (StateRun(0, 1, 4, [1]), StateRun(1, 1, 0, [6]), StateRun(2, 1, 5, [2])),
     "prompts": (StateRun(0, 140, None, [1]), StateRun(140, 131, 0, [6, 3, 2]), StateRun(271, 1, 5, [4])),
 }
-"""Of the second prompt the last two tokens are drafts; both are longer than a kernel's round."""
+"""The last two tokens of the second prompt are drafts; both are longer than a kernel's round."""
 Token = Callable[[Tensor, tuple[Tensor, ...], bool], tuple[Tensor, tuple[Tensor, ...]]]
 """One token's row, a sequence's states, whether it is of a prompt -> its output, the states behind it."""
 

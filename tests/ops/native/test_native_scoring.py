@@ -17,7 +17,7 @@ from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.rope import RopeLayout
 
 SUM_ERROR = 6e-7
-"""Of a sum of products, relative to the sum of their magnitudes: a few roundings of fp32."""
+"""Tolerance of a sum of products, relative to the sum of their magnitudes: a few roundings of fp32."""
 SOFTMAX_ERROR = 3e-5
 """Relative, for logits up to about 20."""
 MORE = {"odd bands": (64, 5, 0), "late start": (96, 24, 16), "odd start": (64, 8, 7)}

@@ -308,7 +308,7 @@ TRANSFORMED = [(1, 2, 7, 64), (5, 3, 1, 80), (70, 2, 4, 128), (3, 1, 2, 96), (2,
 @pytest.mark.parametrize(("tokens", "heads", "group", "dim"), TRANSFORMED)
 @pytest.mark.parametrize("isa", BEST)
 def test_transform_rows_as_torch_does(on_isa, threads, isa, tokens, heads, group, dim, dtype) -> None:
-    """In double, then rounded once. Centres of a hundred times the keys; any strides; rows on their own."""
+    """Sums are in double, rounded once. Centres are a hundred times the keys; any strides; rows alone."""
     on_isa(isa)
 
     def random(seed: int, *shape: int) -> Tensor:

@@ -102,7 +102,7 @@ def test_products_of_integers(isa: str, kind: str, activations: str) -> None:
 
 @pytest.mark.parametrize("activations", STEPS)
 def test_every_cpu_rounds_alike(isa: str, activations: str) -> None:
-    """To the very integers: ties too, which a fused multiply and add would round in another way."""
+    """Integers are the same: ties too, which a fused multiply and add would round in another way."""
     codes = torch.eye(32, dtype=torch.uint8)
     ones, none = torch.ones(32, 1), torch.zeros(32, 1, dtype=torch.uint8)
     matrix = PackedMatrix([PackedRows(codes, 4, CodeRule.ZERO, 32, ones, none)], 32)
@@ -165,7 +165,7 @@ def test_groups_of_any_size(isa: str, group: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_matrices_side_by_side_with_norm_bias_and_sum(isa: str, dtype: torch.dtype) -> None:
-    """As one layer's projection: a norm before the product, a sum behind it, rounded where modules round."""
+    """One layer's projection: a norm before the product, a sum behind it, rounded where modules round."""
     kinds = [("q4_k", 64), ("q6_k", 40), ("zero", 48)]
     matrices = [PackedMatrix([random_rows(kind, out, 256)], out) for kind, out in kinds]
     x, bias, residual = (random_x(n, m, dtype, n) for n, m in ((5, 256), (1, 152), (5, 152)))

@@ -54,7 +54,7 @@ SHAPES = [
     Shape(2, 4, 128, dtype=FP32),
     Shape(2, 2, 256, dtype=FP32),
 ]
-"""Of models, over plain caches."""
+"""Shapes of models, over plain caches."""
 ATTENDED = [
     Shape(1, 4, 128, dtype=BF16),
     Shape(2, 7, 128, dtype=BF16),
@@ -102,7 +102,7 @@ SEEN: set[str] = set()
 
 
 class NoDriver:
-    """As much of a driver as compiling asks for."""
+    """The part of a driver that compilation needs."""
 
     def __init__(self, capability: int) -> None:
         self.target = GPUTarget("cuda", capability, 32)

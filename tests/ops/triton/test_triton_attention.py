@@ -86,14 +86,14 @@ SPLIT = [(4, 5, {}), (4, 33, HOW["all"]), (4, 5, HOW["sinks"]), (1, 70, {"window
 
 @pytest.mark.parametrize(("group", "queries", "how"), SPLIT, ids=str)
 def test_several_queries_of_a_long_sequence_are_split(group: int, queries: int, how: dict) -> None:
-    """As in the verification of drafts, and the chunks of a prompt. The last tile is not full."""
+    """Verification of drafts and chunks of a prompt have such queries. The last tile is not full."""
     w = world(Shape(kv_heads=1, group=group), [Ask(1, 40), Ask(queries, 1100, shift=2), Ask(2, 2)])
     assert tile_splits(w.batch, 2, 1) == 5
     assert_close(*attend_both(w, **how))
 
 
 def test_seventy_sequences() -> None:
-    """Of very different lengths, in an order that has nothing to do with them."""
+    """Lengths are very different, in an order that has nothing to do with them."""
     lengths = [1 + (i * 37) % 23 for i in range(66)] + [200, 1, 64, 333]
     w = world(Shape(kv_heads=1, group=2, dim=32), [Ask(1 + i % 2, 1 + n) for i, n in enumerate(lengths)])
     assert_close(*attend_both(w))
@@ -140,7 +140,7 @@ def test_no_tokens_at_all() -> None:
 
 
 def test_queries_of_any_strides() -> None:
-    """As the model hands them over: the token dim is not the outermost one."""
+    """The model passes such queries: the token dim is not the outermost one."""
     w = world(Shape(), asks("mixed"))
     cache, batch = on_device(w.cache), AttentionBatch.build(w.batch.sequences, 16, DEVICE)
     q = w.q[0].to(DEVICE)

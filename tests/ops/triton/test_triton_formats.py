@@ -90,7 +90,7 @@ def test_latent_numbers(name: str) -> None:
 
 @pytest.mark.parametrize("group", [17, 40])
 def test_more_query_heads_than_rows_of_a_tile(group: int) -> None:
-    """As many tiles as it takes; the last one is not full."""
+    """They take several tiles; the last one is not full."""
     shape = Shape(kv_heads=1, group=group, dim=24, v_dim=16, latent=True)
     rig = rig_of("int8")
     check_attention(rig, fill(rig, shape, [Ask(1, 35), Ask(3, 20)]), sinks=True)

@@ -39,7 +39,7 @@ def test_long_contexts(shape: Shape, dtype: torch.dtype) -> None:
 
 @DTYPES
 def test_compaction_of_many_heads(dtype: torch.dtype) -> None:
-    """In place and through the room, with more heads than multiprocessors."""
+    """Compaction in place and through the room, with more heads than multiprocessors."""
     pair = make_pair(Shape(kv_heads=8, dim=128, layers=24, dtype=dtype), 3000)
     order = torch.rand(24, 8, 3000).argsort(-1)[..., :2048].sort(-1).values
     for target in (pair.block_ids[:128], pair.block_ids.flip(0)[:128]):

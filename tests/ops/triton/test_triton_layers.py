@@ -139,7 +139,7 @@ def launches_a_layer(save: Callable[[int], Path], kind: GraphKind = GraphKind())
     ],
 )
 def test_launches_of_a_layer(family: str, kind: GraphKind, most: float, tmp_path: Path) -> None:
-    """With unequal heads each layer has tables of its own."""
+    """Each layer has tables of its own where heads are unequal."""
 
     def save(count: int) -> Path:
         return tiny.save_model(family, tmp_path / str(count), num_hidden_layers=count)

@@ -84,7 +84,7 @@ def test_matrices_side_by_side_with_a_bias() -> None:
 
 
 def test_matrices_of_one_kind_become_one() -> None:
-    """In the same order and without bytes of their own; those of other codes stay apart."""
+    """Parts keep their order and have no bytes of their own; those of other codes stay apart."""
     pairs = [on_device("zero", 64), on_device("zero", 40), on_device("q6_k", 48)]
     matrices, x = [matrix for matrix, _ in pairs], random_x(3, COLUMNS, torch.float32)
     want = [packed_linear(x, [matrix], activations="exact") for matrix in matrices]

@@ -17,7 +17,7 @@ from kvreclaim.ops.kv_cache import PagedTokens
 from kvreclaim.ops.rope import RopeLayout
 
 SUM_ERROR = 1e-6
-"""Of a sum of products, relative to the sum of their magnitudes."""
+"""Tolerance of a sum of products, relative to the sum of their magnitudes."""
 SOFTMAX_ERROR = 1e-4
 LENGTHS = (1, 16, 17, 64, 65, 130)
 ALL_LAYOUTS = pytest.mark.parametrize("where", [*LAYOUTS.values(), (192, 96, 0)], ids=[*LAYOUTS, "whole192"])

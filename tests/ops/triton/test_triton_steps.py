@@ -32,7 +32,7 @@ def graphs_of(llm: LLM) -> DecodeGraphs:
 
 
 def steps(llm: LLM, compression: CompressionConfig | None, **params: Any) -> list[Launches]:
-    """Of decode steps of three sequences."""
+    """Return the launches of decode steps of three sequences."""
     given = SamplingParams(max_tokens=20, ignore_eos=True, **params)
     compressor = None if compression is None else llm.compressor(compression)
     for i, prompt in enumerate(tiny.prompts((40, 30, 35), seed=1)):
