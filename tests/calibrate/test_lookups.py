@@ -57,8 +57,8 @@ def test_documents_have_the_given_length_and_half_of_them_is_prose(num_tokens) -
         assert len(document.prompt) == num_tokens
         facts = r"^(The \w+ \w+ weighs .*|\{\"id\".*|[a-z]+_[a-z0-9]+ = .*|Words of list .*)$"
         text = TOKENIZER.decode(document.prompt)
-        num_characters = sum(map(len, (match[0] for match in re.finditer(facts, text, re.MULTILINE))))
-        assert 0.2 < num_characters / len(text) <= 0.5
+        facts_length = sum(map(len, (match[0] for match in re.finditer(facts, text, re.MULTILINE))))
+        assert 0.2 < facts_length / len(text) <= 0.5
 
 
 def test_facts_lie_evenly() -> None:

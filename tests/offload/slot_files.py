@@ -59,7 +59,7 @@ def empty() -> memoryview:
 
 
 class FailingIO(FileIO):
-    """Raises or falls short where a field has it; `hold` stops reads and writes of slots until it is set.
+    """Raises or falls short where a field is set; `hold` stops reads and writes of slots until it is set.
 
     write_error, read_error, sync_error, allocate_error: errno; short: bytes less than requested
     """
