@@ -15,11 +15,11 @@ class Mixed:
     """Tokens that are computed attend to themselves and to what was computed before, at the places where it
     stands.
 
-    seen: by layer, [tokens] attention that the tokens from asked_from on give, summed over heads and these
+    seen: by layer, [tokens] attention that the tokens from query_start on give, summed over heads and these
     """
 
-    def __init__(self, num_tokens: int, asked_from: int | None = None) -> None:
-        self.num_tokens, self.asked_from = num_tokens, asked_from
+    def __init__(self, num_tokens: int, query_start: int | None = None) -> None:
+        self.num_tokens, self.query_start = num_tokens, query_start
         self.rows, self.first = torch.arange(0), 0
         self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.seen: dict[int, torch.Tensor] = {}
@@ -33,9 +33,9 @@ class Mixed:
         k, v = (x.transpose(0, 1)[None] for x in self.kept[call.layer])
         columns = torch.arange(self.num_tokens)
         mask = (columns <= self.rows[:, None]) & (columns >= self.first)
-        if self.asked_from is not None:
-            asking = self.rows >= self.asked_from
-            weights = probabilities(call.q[None, asking], k, mask[None, None, asking], call.softmax)
+        if self.query_start is not None:
+            queries = self.rows >= self.query_start
+            weights = probabilities(call.q[None, queries], k, mask[None, None, queries], call.softmax)
             self.seen[call.layer] = weights.sum((0, 1, 2))
         return attend_rows(call.q[None], k, v, mask[None, None], call.softmax)[0]
 
@@ -58,10 +58,10 @@ class Mixed:
 
 
 def with_chunks(
-    model, ids: list[int], sources: Sequence[ReusedChunk], asked_from: int | None = None
+    model, ids: list[int], sources: Sequence[ReusedChunk], query_start: int | None = None
 ) -> Mixed:
     """Each chunk computed alone, behind what leads it, with both where they would stand."""
-    mixed = Mixed(len(ids), asked_from)
+    mixed = Mixed(len(ids), query_start)
     for source in sources:
         alone, text = Mixed(len(ids)), list(ids)
         text[source.origin : source.start] = ids[: source.lead]

@@ -23,8 +23,8 @@ from kvreclaim.ops.rope import rotate
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0)
 SMALL = {"block_size": 8, "max_num_batched_tokens": 48, "max_num_seqs": 8}
-HEAD, A, B, C, ASKED = tiny.prompts((14, 40, 75, 50, 9), seed=7)
-PROMPT = [Chunk(A), Chunk(B), Chunk(C), ASKED]
+HEAD, A, B, C, QUESTION = tiny.prompts((14, 40, 75, 50, 9), seed=7)
+PROMPT = [Chunk(A), Chunk(B), Chunk(C), QUESTION]
 FAMILIES = ("llama", "qwen3", "glm4", "olmo2", "smollm3", "phi3", "llama-yarn", "deepseek-v3")
 
 
@@ -33,7 +33,7 @@ def reusing(how, prompt=PROMPT):
 
 
 def run(llm, how, prompt=PROMPT, params=GREEDY, until=lambda request: request.finished):
-    """The request of a prompt with chunks, run as far as said."""
+    """Add a request with chunks, and step until `until` holds."""
     ids, chunks = laid_out(prompt, how, lambda text, begins: [])
     request = llm.engine.add_request("r", ids, params, options=[chunks])
     while not until(request):
@@ -53,7 +53,7 @@ def test_deviations_of_the_reference():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_computing_all_anew_is_the_whole_prompt(family, make_llm):
-    whole = make_llm(family, **SMALL).generate([A + B + C + ASKED], GREEDY)
+    whole = make_llm(family, **SMALL).generate([A + B + C + QUESTION], GREEDY)
     for how in (ChunkReuse(share=1.0), ChunkReuse(select="all")):
         llm = make_llm(family, **SMALL)
         found = llm.generate(reusing(how), GREEDY)
@@ -75,9 +75,9 @@ def test_every_token_sees_what_it_should(head, family, select, make_llm):
     reusable = 72 + 48 if not head else 36 + 68 + 44
     assert (~reuse.anew).sum() == reusable - round(share * reusable)
     logits = shadow_logits(llm.loaded.model, ids, reuse.sources, reuse.anew)[-1]
-    ((token, said),) = list(found.outputs[0].logprobs[0].items())
+    ((token, drawn),) = list(found.outputs[0].logprobs[0].items())
     assert token == int(logits.argmax())
-    assert said.logprob == pytest.approx(float(logits.float().log_softmax(-1)[token]), abs=1e-4)
+    assert drawn.logprob == pytest.approx(float(logits.float().log_softmax(-1)[token]), abs=1e-4)
     assert found.metrics.num_reused_tokens == (~reuse.anew).sum()
 
 
@@ -95,7 +95,7 @@ def test_what_the_question_attends_to(budget, make_llm):
     llm.engine.feature(ReusedChunks).prompts.add = spy
     request = run(llm, ChunkReuse(select="question", share=0.2), [HEAD, *PROMPT])
     trial, ids = tried[-1], request.prompt_token_ids
-    oracle = with_chunks(llm.loaded.model, ids, trial.sources, asked_from=len(ids) - len(ASKED))
+    oracle = with_chunks(llm.loaded.model, ids, trial.sources, query_start=len(ids) - len(QUESTION))
     oracle.run(llm.loaded.model, ids, np.flatnonzero(trial.anew))
     wanted = sum(oracle.seen[layer] for layer in trial.layers)
     torch.testing.assert_close(torch.from_numpy(trial.scores), wanted, atol=1e-4, rtol=1e-4)
@@ -117,11 +117,11 @@ def test_selections_choose_what_they_say(make_llm, monkeypatch):
     assert {len(each) for name, each in chosen.items() if name != "none"} == {30}
 
 
-def test_a_first_chunk_is_exact_and_the_others_are_nobody_elses(make_llm):
+def test_a_first_chunk_is_exact_and_the_others_serve_no_other_prompt(make_llm):
     llm = make_llm(**SMALL)
     cold = make_llm(**SMALL)
     llm.generate(PROMPT, GREEDY)
-    for prompt, cached in ((A + B, 40), (B + ASKED, 0), (A + B + C + ASKED, 40)):
+    for prompt, cached in ((A + B, 40), (B + QUESTION, 0), (A + B + C + QUESTION, 40)):
         (found,) = llm.generate([prompt], GREEDY)
         assert found.metrics.num_cached_tokens == cached
         near([found], cold.generate([prompt], GREEDY))
@@ -134,7 +134,7 @@ def test_chunks_are_computed_once_in_whatever_order(make_llm):
     llm = make_llm(**SMALL)
     llm.generate(PROMPT, GREEDY)
     before = llm.engine.totals.prompt_tokens
-    prompt = reusing(ChunkReuse(select="none"), [Chunk(C), Chunk(B), Chunk(A), ASKED])
+    prompt = reusing(ChunkReuse(select="none"), [Chunk(C), Chunk(B), Chunk(A), QUESTION])
     warm = llm.generate(prompt, GREEDY)
     assert llm.engine.totals.prompt_tokens - before == 174 + 40, (
         "the prompt, and A, which was computed as a first"
@@ -162,8 +162,8 @@ def test_what_has_no_room_beside_the_prompt_is_computed(make_llm):
     assert metrics.num_gone_tokens > 0
     assert metrics.num_gone_tokens + metrics.num_reused_tokens == 72 + 48
     logits = shadow_logits(tight.loaded.model, request.prompt_token_ids, reuse.sources, reuse.anew)[-1]
-    ((token, said),) = request.output().outputs[0].logprobs[0].items()
-    assert said.logprob == pytest.approx(float(logits.log_softmax(-1)[token]), abs=1e-4)
+    ((token, drawn),) = request.output().outputs[0].logprobs[0].items()
+    assert drawn.logprob == pytest.approx(float(logits.log_softmax(-1)[token]), abs=1e-4)
     assert_idle(tight)
 
 
@@ -175,7 +175,7 @@ def test_forks_and_compression(make_llm):
     config = small("knorm", budget=64, interval=16)
     how = ChunkReuse(select="first", share=1.0)
     found = make_llm(**SMALL).generate(reusing(how), GREEDY, config)
-    whole = make_llm(**SMALL).generate([A + B + C + ASKED], GREEDY, config)
+    whole = make_llm(**SMALL).generate([A + B + C + QUESTION], GREEDY, config)
     assert found[0].metrics.compactions == whole[0].metrics.compactions > 1
     near(found, whole)
     some = llm.generate(PROMPT, GREEDY, config)
@@ -208,7 +208,7 @@ def test_formats(form, kernels, make_llm):
 
 
 @pytest.mark.parametrize(
-    ("family", "more", "config", "said"),
+    ("family", "more", "config", "message"),
     [
         ("mistral", {}, None, "has layers with sliding windows"),
         ("gemma2", {}, None, "has layers with sliding windows"),
@@ -218,9 +218,9 @@ def test_formats(form, kernels, make_llm):
         ("llama", {}, small("kvzap"), "policy kvzap needs signals of every token"),
     ],
 )
-def test_what_cannot_be_served_is_refused(family, more, config, said, make_llm):
+def test_what_cannot_be_served_is_refused(family, more, config, message, make_llm):
     llm = make_llm(family, **SMALL | more)
-    with pytest.raises(InvalidArgumentError, match=said):
+    with pytest.raises(InvalidArgumentError, match=message):
         llm.generate(PROMPT, GREEDY, config)
     assert_idle(llm)
 

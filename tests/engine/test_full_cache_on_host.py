@@ -38,7 +38,7 @@ def on_host(llm: LLM, num_blocks: int = 200, **changes) -> LLM:
     return llm.sibling(**{"full_cache_host_size": size, "num_blocks": 1, **changes})
 
 
-def said(outputs) -> list:
+def results(outputs) -> list:
     """Tokens, ends and log-probabilities, which are equal only where all logits are."""
     return [[(o.token_ids, o.finish_reason, o.logprobs) for o in out.outputs] for out in outputs]
 
@@ -48,7 +48,7 @@ def said(outputs) -> list:
 def test_the_same_logits_in_every_format(form, dtype, make_llm, pieces):
     llm = make_llm(kv_cache_dtype=form, dtype=dtype, max_num_batched_tokens=24)
     host = on_host(llm)
-    assert said(host.generate(PROMPTS, PARAMS)) == said(llm.generate(PROMPTS, PARAMS))
+    assert results(host.generate(PROMPTS, PARAMS)) == results(llm.generate(PROMPTS, PARAMS))
     assert host.engine.cache.num_blocks == host.engine.memory.pool.num_blocks == 200
     assert_idle(host)
 
@@ -89,7 +89,7 @@ def test_the_reference_kernels(make_llm, pieces):
 def test_native_decoder_layers_attend_over_it(make_llm):
     llm = make_llm("qwen3", dtype="bfloat16")
     assert "decoder layers: native" in llm.engine.kernels
-    assert said(on_host(llm).generate(PROMPTS, PARAMS)) == said(llm.generate(PROMPTS, PARAMS))
+    assert results(on_host(llm).generate(PROMPTS, PARAMS)) == results(llm.generate(PROMPTS, PARAMS))
 
 
 class AtOnce:
@@ -109,16 +109,16 @@ def test_layers_are_fetched_ahead_by_a_thread(make_llm, pieces):
     llm = make_llm(max_num_batched_tokens=24)
     host = on_host(llm)
     host.engine.runner.stream.link = StreamLink(AtOnce(), pins=False)
-    assert said(host.generate(PROMPTS, PARAMS)) == said(llm.generate(PROMPTS, PARAMS))
+    assert results(host.generate(PROMPTS, PARAMS)) == results(llm.generate(PROMPTS, PARAMS))
 
 
 def test_prefixes_are_found_there(make_llm, pieces):
     llm = make_llm()
     host = on_host(llm)
     for turn in range(2):
-        asked = [[*PROMPTS[0], *tail] for tail in ([], [3, 4], [3, 9])]
-        got, wanted = host.generate(asked, GREEDY), llm.generate(asked, GREEDY)
-        assert said(got) == said(wanted)
+        prompts = [[*PROMPTS[0], *tail] for tail in ([], [3, 4], [3, 9])]
+        got, wanted = host.generate(prompts, GREEDY), llm.generate(prompts, GREEDY)
+        assert results(got) == results(wanted)
         cached = [out.metrics.num_cached_tokens for out in got]
         assert cached == [out.metrics.num_cached_tokens for out in wanted]
         assert all(cached) or not turn
@@ -127,13 +127,13 @@ def test_prefixes_are_found_there(make_llm, pieces):
 def test_few_blocks_preempt(make_llm, pieces):
     llm = make_llm(max_num_seqs=4, num_blocks=200)
     host = on_host(llm, num_blocks=9, max_num_seqs=4)
-    asked = [p[:40] for p in PROMPTS]
-    assert answers(host.generate(asked, SAMPLED)) == answers(llm.generate(asked, SAMPLED))
+    prompts = [p[:40] for p in PROMPTS]
+    assert answers(host.generate(prompts, SAMPLED)) == answers(llm.generate(prompts, SAMPLED))
     assert host.engine.totals.num_preemptions > 0
     assert_idle(host)
 
 
-def test_what_is_aborted_disturbs_nobody(make_llm, pieces):
+def test_an_abort_disturbs_no_other_request(make_llm, pieces):
     llm = make_llm()
     host, (first, *others) = on_host(llm), PROMPTS
     wanted = llm.generate([first], SAMPLED)[0].outputs[0].token_ids
@@ -246,7 +246,7 @@ def test_lengths_are_bounded_by_what_it_holds(make_llm):
     longer = on_host(llm, num_blocks=5)
     with pytest.raises(RequestTooLongError, match=r"max_model_len is 80 .* raise full_cache_host_size,"):
         longer.generate([list(range(1, 6 * size))], GREEDY)
-    asked, fitting = [[1] * (5 * size - 9)], replace(GREEDY, max_tokens=9)
-    assert said(longer.generate(asked, fitting)) == said(llm.sibling(num_blocks=5).generate(asked, fitting))
-    (cut,) = longer.generate(asked, GREEDY)
+    batch, fit = [[1] * (5 * size - 9)], replace(GREEDY, max_tokens=9)
+    assert results(longer.generate(batch, fit)) == results(llm.sibling(num_blocks=5).generate(batch, fit))
+    (cut,) = longer.generate(batch, GREEDY)
     assert (len(cut.outputs[0].token_ids), cut.outputs[0].finish_reason) == (9, "length")

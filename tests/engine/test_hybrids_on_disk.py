@@ -49,8 +49,8 @@ def settled(llm: LLM) -> DiskStateStats:
     return tiers.stats().disk.states
 
 
-def asked(llm: LLM, prompts) -> tuple[list[list[int]], list[int]]:
-    """One after the other: the tokens, and how many of each prompt were found."""
+def run(llm: LLM, prompts) -> tuple[list[list[int]], list[int]]:
+    """Generate one after the other; return the tokens, and the cached tokens of each prompt."""
     answers, found = [], []
     for prompt in prompts:
         (output,) = llm.generate([prompt], GREEDY)
@@ -70,11 +70,11 @@ def expected(tiny_dir):
 @pytest.mark.parametrize("family", FEW)
 def test_after_a_restart(family, tiny_dir, expected, tmp_path) -> None:
     first = load(tiny_dir(family), tmp_path)
-    assert asked(first, PROMPTS) == (expected(family), [0] * 4)
+    assert run(first, PROMPTS) == (expected(family), [0] * 4)
     first.close()
     llm = load(tiny_dir(family), tmp_path)
     assert settled(llm).recovered >= 4
-    assert asked(llm, PROMPTS) == (expected(family), LENGTHS)
+    assert run(llm, PROMPTS) == (expected(family), LENGTHS)
     stats = llm.engine.tier_stats()
     assert stats.disk_hit_tokens == sum(LENGTHS)
     assert (stats.disk.states.loaded, stats.disk.states.gone, stats.states.loaded) == (4, 0, 4)
@@ -89,7 +89,7 @@ def test_the_next_turn_after_a_restart(family, tiny_dir, expected, tmp_path) -> 
     first.close()
     turns = [[*one.prompt_token_ids, *one.outputs[0].token_ids, 7, 8, 9] for one in outputs]
     llm = load(tiny_dir(family), tmp_path, num_blocks=14)
-    assert asked(llm, turns) == (expected(family, turns), [(len(turn) - 4) // 8 * 8 for turn in turns])
+    assert run(llm, turns) == (expected(family, turns), [(len(turn) - 4) // 8 * 8 for turn in turns])
     llm.close()
 
 
@@ -99,9 +99,9 @@ def test_a_state_that_the_host_has_lost(tiny_dir, expected, tmp_path) -> None:
     fraction = 1.5 * facts.state_bytes / (0.01 * GIB)
     options = {"kv_offloading_state_fraction": fraction, "kv_offload_decode": False}
     llm = load(tiny_dir("lfm2"), tmp_path / "1", kv_offloading_disk_size=0.25, **options)
-    asked(llm, PROMPTS)
+    run(llm, PROMPTS)
     again = [PROMPTS[2], PROMPTS[0], PROMPTS[2], PROMPTS[1]]
-    found = asked(llm, again)
+    found = run(llm, again)
     assert found == (expected("lfm2", again), [LENGTHS[2], LENGTHS[0], LENGTHS[2], LENGTHS[1]])
     assert llm.engine.tier_stats().disk.states.loaded == 4
     assert llm.engine.memory.offload.states.slots.num_live == 1
@@ -120,12 +120,12 @@ def test_a_disk_that_holds_few_states(tiny_dir, expected, tmp_path) -> None:
     options["kv_offloading_state_fraction"] = fraction
     first = load(tiny_dir("lfm2"), tmp_path / "2", **options)
     assert settled(first).num_slots == 2
-    asked(first, PROMPTS)
+    run(first, PROMPTS)
     assert settled(first).kept == 2
     first.close()
     llm = load(tiny_dir("lfm2"), tmp_path / "2", **options)
     assert settled(llm).recovered == 2
-    answers, found = asked(llm, [PROMPTS[3], PROMPTS[2], PROMPTS[0]])
+    answers, found = run(llm, [PROMPTS[3], PROMPTS[2], PROMPTS[0]])
     assert answers == [expected("lfm2")[i] for i in (3, 2, 0)]
     assert found[2] == 0
     assert found[0] > 0
@@ -144,13 +144,13 @@ def flip(path: Path, step: int) -> None:
 @pytest.mark.parametrize("family", FEW)
 def test_damaged_bytes_lose_hits(family, name, tiny_dir, expected, tmp_path) -> None:
     first = load(tiny_dir(family), tmp_path)
-    asked(first, PROMPTS)
+    run(first, PROMPTS)
     first.close()
     (path,) = [found for found in tmp_path.glob(name) if ("states" in found.parts) == ("states" in name)]
     flip(path, 3000)
     llm = load(tiny_dir(family), tmp_path)
     for _ in range(2):
-        assert asked(llm, PROMPTS)[0] == expected(family)
+        assert run(llm, PROMPTS)[0] == expected(family)
     stats = llm.engine.tier_stats().disk
     assert (stats.states.gone > 0) == ("states" in name)
     assert (stats.gone > 0) == ("states" not in name)
@@ -159,13 +159,13 @@ def test_damaged_bytes_lose_hits(family, name, tiny_dir, expected, tmp_path) -> 
 
 def test_without_the_file_of_states_nothing_is_found(tiny_dir, expected, tmp_path) -> None:
     first = load(tiny_dir("lfm2"), tmp_path)
-    asked(first, PROMPTS)
+    run(first, PROMPTS)
     first.close()
     for path in tmp_path.glob("states/*/slots*"):
         path.unlink()
     llm = load(tiny_dir("lfm2"), tmp_path)
     assert settled(llm).recovered == 0
-    assert asked(llm, PROMPTS) == (expected("lfm2"), [0] * 4)
+    assert run(llm, PROMPTS) == (expected("lfm2"), [0] * 4)
     llm.close()
 
 
@@ -176,7 +176,7 @@ def test_a_disk_that_fails_loses_hits(number, every, tiny_dir, expected, tmp_pat
     for disk in llm.engine.tiers.disks:
         disk.file.io = Failing(number, every)
     for _ in range(2):
-        assert asked(llm, PROMPTS)[0] == expected("qwen3-next")
+        assert run(llm, PROMPTS)[0] == expected("qwen3-next")
     assert settled(llm).failed > 0
     llm.close()
 
@@ -185,7 +185,7 @@ def test_a_disk_that_fails_loses_hits(number, every, tiny_dir, expected, tmp_pat
 @pytest.mark.parametrize("family", FEW)
 def test_many_at_once(family, policy, tiny_dir, expected, tmp_path) -> None:
     first = load(tiny_dir(family), tmp_path)
-    asked(first, PROMPTS)
+    run(first, PROMPTS)
     first.close()
     options = {"num_blocks": 17, "max_num_seqs": 4, "kv_load_policy": policy, "max_num_batched_tokens": 24}
     llm = load(tiny_dir(family), tmp_path, kv_offloading_size=0.002, **options)
@@ -222,24 +222,24 @@ def test_beside_drafts_of_compressed_caches(family, tiny_dir, tmp_path) -> None:
 
 def test_a_cache_that_was_reset_finds_nothing(tiny_dir, expected, tmp_path) -> None:
     first = load(tiny_dir("lfm2"), tmp_path)
-    asked(first, PROMPTS)
+    run(first, PROMPTS)
     first.engine.reset_prefix_cache()
     assert (settled(first).kept, settled(first).num_slots > 4) == (0, True)
-    assert asked(first, PROMPTS) == (expected("lfm2"), [0] * 4)
+    assert run(first, PROMPTS) == (expected("lfm2"), [0] * 4)
     first.engine.reset_prefix_cache()
     while first.engine.tiers.is_clearing:
         pass
     first.close()
     llm = load(tiny_dir("lfm2"), tmp_path)
     assert settled(llm).recovered == 0
-    assert asked(llm, PROMPTS) == (expected("lfm2"), [0] * 4)
+    assert run(llm, PROMPTS) == (expected("lfm2"), [0] * 4)
     llm.close()
 
 
 def test_files_stay_within_the_size(tiny_dir, tmp_path) -> None:
     for _ in range(3):
         llm = load(tiny_dir("lfm2"), tmp_path)
-        asked(llm, PROMPTS[:1])
+        run(llm, PROMPTS[:1])
         assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= 0.02 * GIB
         num_slots = settled(llm).num_slots, llm.engine.tier_stats().disk.slots.num_slots
         llm.close()

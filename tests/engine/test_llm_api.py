@@ -45,10 +45,10 @@ def test_prompts_may_be_mappings(make_llm) -> None:
         ({"prompt": "a", "compress_prompt_at": "1"}, "compress_prompt_at"),
     ],
 )
-def test_what_a_mapping_must_hold_is_said(make_llm, prompt, field) -> None:
-    with pytest.raises(InvalidArgumentError) as said:
+def test_a_wrong_mapping_is_refused(make_llm, prompt, field) -> None:
+    with pytest.raises(InvalidArgumentError) as refused:
         make_llm("llama").generate([prompt], GREEDY)
-    assert said.value.field == field
+    assert refused.value.field == field
 
 
 def test_chat_answers_each_conversation(make_llm) -> None:
@@ -60,13 +60,13 @@ def test_chat_answers_each_conversation(make_llm) -> None:
     expected = [out.outputs[0].token_ids for out in llm.generate(texts, params)]
     assert [out.outputs[0].token_ids for out in llm.chat(talks, params)] == expected
     assert [out.outputs[0].token_ids for out in llm.chat(talks[0], params[0])] == expected[:1]
-    with pytest.raises(InvalidArgumentError) as said:
+    with pytest.raises(InvalidArgumentError) as refused:
         llm.chat(talks, params[:1])
-    assert said.value.field == "sampling_params"
+    assert refused.value.field == "sampling_params"
     for empty in ([], [[]]):
-        with pytest.raises(InvalidArgumentError) as said:
+        with pytest.raises(InvalidArgumentError) as refused:
             llm.chat(empty)
-        assert said.value.field == "messages"
+        assert refused.value.field == "messages"
 
 
 @dataclass(frozen=True)
@@ -86,28 +86,28 @@ def test_a_with_block_compresses_requests_without_a_compression_of_their_own(mak
     mine, knorm = CompressionConfig(LoudValues(), **size), CompressionConfig("knorm", **size)
     llm = make_llm("llama", compression=knorm)
 
-    def told(outs) -> list:
+    def rows(outs) -> list:
         return [
             (out.outputs[0].token_ids, out.metrics.policy, out.metrics.blocks_freed, out.metrics.budget)
             for out in outs
         ]
 
-    passed, own = told(llm.generate(prompts, GREEDY, mine)), told(llm.generate(prompts, GREEDY))
+    passed, own = rows(llm.generate(prompts, GREEDY, mine)), rows(llm.generate(prompts, GREEDY))
     assert [row[1] for row in passed + own] == ["loud_values"] * 2 + ["knorm"] * 2
     assert all(row[2] > 0 for row in passed + own)
     with llm.compressed(mine) as same:
         assert same is llm
-        assert told(llm.generate(prompts, GREEDY)) == passed
-        assert told(llm.generate(prompts, GREEDY, knorm)) == own
+        assert rows(llm.generate(prompts, GREEDY)) == passed
+        assert rows(llm.generate(prompts, GREEDY, knorm)) == own
         with llm.compressed(None):
-            assert {row[1:] for row in told(llm.generate(prompts, GREEDY))} == {(None, 0, None)}
-        assert told(llm.generate(prompts, GREEDY)) == passed
-    assert told(llm.generate(prompts, GREEDY)) == own
+            assert {row[1:] for row in rows(llm.generate(prompts, GREEDY))} == {(None, 0, None)}
+        assert rows(llm.generate(prompts, GREEDY)) == passed
+    assert rows(llm.generate(prompts, GREEDY)) == own
     with pytest.raises(InvalidArgumentError, match="policy auto is"), llm.compressed(CompressionConfig()):
         pass
     with pytest.raises(ZeroDivisionError), llm.compressed(mine):
         raise ZeroDivisionError
-    assert told(llm.generate(prompts, GREEDY)) == own
+    assert rows(llm.generate(prompts, GREEDY)) == own
 
 
 def test_the_page_names_every_option() -> None:

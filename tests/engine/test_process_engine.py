@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import process_told as told
+import process_calls as calls
 import psutil
 import pytest
 import tiny
@@ -63,8 +63,8 @@ def waker(request, monkeypatch) -> str:
     return request.param
 
 
-def ear(engine: ProcessEngine) -> tuple[int, Callable[[], None]]:
-    """What the event loop waits for, and what it does then."""
+def reader_of(engine: ProcessEngine) -> tuple[int, Callable[[], None]]:
+    """The file descriptor that the event loop waits for, and its callback."""
     bell = engine._wakers.bell
     if bell is None:
         return engine._channel.fileno(), engine._on_readable
@@ -90,13 +90,13 @@ def test_many_at_once_answer_like_alone(launch: Launch, make_llm, num_blocks: in
 
     async def main() -> list[tuple[dict[int, Answer], list]]:
         async with serving(launch(num_blocks=num_blocks, **limits)) as engine:
-            assert await engine.call(told.pid) == engine.pid != os.getpid()
+            assert await engine.call(calls.pid) == engine.pid != os.getpid()
             news = [
                 new(f"r{i}", length, params, compression=compressions[i]) for i, length in enumerate(lengths)
             ]
             streams = await engine.add_all(news)
             answers = await asyncio.gather(*(read(stream) for stream in streams))
-            assert await engine.call(told.idle)
+            assert await engine.call(calls.idle)
             assert engine.num_requests == engine.num_queued == 0
             return [(answer, stream.prompt_logprobs) for answer, stream in zip(answers, streams, strict=True)]
 
@@ -121,14 +121,14 @@ def test_what_it_serves_and_refuses_is_the_engines_own(launch: Launch, make_llm)
             with pytest.raises(RequestTooLongError, match="max_model_len is 64") as refused:
                 await engine.add_all([new("a"), new("b", 65)])
             assert refused.value.field == "prompt"
-            assert await engine.call(told.idle)
+            assert await engine.call(calls.idle)
             assert engine.num_requests == 0
             with pytest.raises(InvalidArgumentError, match="is unknown"):
                 await engine.add(new("c", compression=small("nonesuch")))
             with pytest.raises(ZeroDivisionError, match="of the test"):
-                await engine.call(told.fails)
+                await engine.call(calls.fails)
             with pytest.raises(RuntimeError, match="Unspeakable in the engine's process"):
-                await engine.call(told.fails_unspeakably)
+                await engine.call(calls.fails_unspeakably)
             assert (await read(await engine.add(new("a"))))[0].finish_reasons == ["length"]
 
     run(main())
@@ -143,7 +143,7 @@ def test_aborts_at_any_moment_leave_nothing(launch: Launch) -> None:
             await asyncio.gather(*(abort_one(engine, f"r{i}", rng.choice(hows), rng) for i in range(60)))
             await engine.drained()
             await engine.abort_all()
-            assert await engine.call(told.idle)
+            assert await engine.call(calls.idle)
 
     run(main())
 
@@ -155,7 +155,7 @@ def test_a_new_setting_is_made_while_others_go_on(launch: Launch, calibrated_dir
 
     async def main() -> None:
         async with serving(launch(str(model))) as engine:
-            await engine.call(told.loads_slowly)
+            await engine.call(calls.loads_slowly)
             slow = small("triattention")
             adding = asyncio.ensure_future(engine.add(new("first", 60, compression=slow)))
             leaving = asyncio.ensure_future(engine.add(new("second", 60, compression=slow)))
@@ -167,12 +167,12 @@ def test_a_new_setting_is_made_while_others_go_on(launch: Launch, calibrated_dir
             (model / "go").touch()
             assert (await read(await adding))[0].finish_reasons == ["length"]
             await engine.drained()
-            assert await engine.call(told.idle)
+            assert await engine.call(calls.idle)
 
     run(main())
 
 
-def test_who_does_not_read_holds_up_nobody(launch: Launch, waker: str) -> None:
+def test_the_engine_goes_on_while_the_loop_does_not_read(launch: Launch, waker: str) -> None:
     """The engine goes on, and what it made comes in few pieces."""
     params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True, logprobs=20)
 
@@ -180,8 +180,8 @@ def test_who_does_not_read_holds_up_nobody(launch: Launch, waker: str) -> None:
         async with serving(launch(num_blocks=2000, max_model_len=512)) as engine:
             loop = asyncio.get_running_loop()
             streams = await engine.add_all([new(f"r{i}", 20, params) for i in range(8)])
-            heard, listen = ear(engine)
-            loop.remove_reader(heard)
+            fileno, on_readable = reader_of(engine)
+            loop.remove_reader(fileno)
             child = psutil.Process(engine.pid)
             while child.status() != psutil.STATUS_SLEEPING or child.num_ctx_switches().voluntary < 3:
                 await asyncio.sleep(0.05)
@@ -193,23 +193,23 @@ def test_who_does_not_read_holds_up_nobody(launch: Launch, waker: str) -> None:
                 return messages
 
             engine._channel.receive = counted
-            loop.add_reader(heard, listen)
+            loop.add_reader(fileno, on_readable)
             answers = await asyncio.gather(*(read(stream) for stream in streams))
             assert all(len(answer[0].token_ids) == 400 for answer in answers)
             assert len({tuple(answer[0].token_ids) for answer in answers}) == 1
-            assert len(pieces) < await engine.call(told.num_steps)
+            assert len(pieces) < await engine.call(calls.num_steps)
 
     run(main())
 
 
 def test_what_is_larger_than_a_piece_comes_whole(launch: Launch, waker: str) -> None:
-    """There is one ring for many pieces, while news of others come between."""
+    """There is one ring for many pieces, while updates of others come between."""
     size = 5 * PIECE + 3
 
     async def main() -> None:
         async with serving(launch(num_blocks=400)) as engine:
             stream = await engine.add(new("a", params=SamplingParams(max_tokens=200, ignore_eos=True)))
-            found = await asyncio.gather(*(engine.call(partial(told.speaks, size)) for _ in range(3)))
+            found = await asyncio.gather(*(engine.call(partial(calls.speaks, size)) for _ in range(3)))
             assert [len(each) for each in found] == [size] * 3
             answer = await read(stream)
             assert len(answer[0].token_ids) == 200
@@ -217,24 +217,24 @@ def test_what_is_larger_than_a_piece_comes_whole(launch: Launch, waker: str) -> 
     run(main())
 
 
-def test_what_it_said_last_is_heard(launch: Launch, waker: str) -> None:
-    """Killed while nobody listened: what it had told comes before its end."""
+def test_its_last_messages_are_read(launch: Launch, waker: str) -> None:
+    """Killed while no reader was attached: its messages come before the error."""
     endless = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 
     async def main() -> None:
         async with serving(launch(num_blocks=400)) as engine:
-            await engine.call(told.slow_down)
+            await engine.call(calls.slow_down)
             stream = await engine.add(new("a", params=endless))
             await stream.next()
-            heard, listen = ear(engine)
+            fileno, on_readable = reader_of(engine)
             loop = asyncio.get_running_loop()
-            loop.remove_reader(heard)
+            loop.remove_reader(fileno)
             while not engine._channel.readable:
                 await asyncio.sleep(0.01)
             os.kill(engine.pid, signal.SIGKILL)
             await asyncio.to_thread(engine._process.wait)
             if not engine.lost.is_set():
-                loop.add_reader(heard, listen)
+                loop.add_reader(fileno, on_readable)
             news = [update async for update in stream]
             assert sum(len(d.token_ids) for update in news for d in update.deltas.values()) > 0
             assert "ended by signal 9" in news[-1].error
@@ -242,23 +242,23 @@ def test_what_it_said_last_is_heard(launch: Launch, waker: str) -> None:
     run(main())
 
 
-def test_a_panic_ends_every_request_and_is_told(launch: Launch) -> None:
+def test_a_panic_ends_every_request_and_is_reported(launch: Launch) -> None:
     """What is no Exception, as a library's panic, ends the engine, not its process."""
     endless = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True)
 
     async def main() -> None:
         async with serving(launch(num_blocks=400)) as engine:
             stream = await engine.add(new("a", params=endless))
-            asking = asyncio.ensure_future(engine.call(told.panics))
-            behind = asyncio.ensure_future(engine.call(told.pid))
+            panicking = asyncio.ensure_future(engine.call(calls.panics))
+            behind = asyncio.ensure_future(engine.call(calls.pid))
             async for update in stream:
                 last = update
             assert last.error == "SystemExit: no Exception"
             assert engine.death == "SystemExit"
             with pytest.raises(EngineDeadError, match=r"\(SystemExit\); restart the server"):
                 await engine.add(new("b"))
-            assert await engine.call(told.pid, allow_dead=True) == engine.pid
-            for call in (asking, behind):
+            assert await engine.call(calls.pid, allow_dead=True) == engine.pid
+            for call in (panicking, behind):
                 with pytest.raises(EngineDeadError, match=r"\(SystemExit\); restart the server"):
                     await call
             assert not engine.lost.is_set()
@@ -267,7 +267,7 @@ def test_a_panic_ends_every_request_and_is_told(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_process_that_goes_is_told_to_everybody(launch: Launch, number: signal.Signals, waker: str) -> None:
+def test_a_process_that_dies_fails_every_request(launch: Launch, number: signal.Signals, waker: str) -> None:
     endless = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True)
 
     async def main() -> None:
@@ -280,13 +280,13 @@ def test_a_process_that_goes_is_told_to_everybody(launch: Launch, number: signal
                     last = update
                 assert f"ended by signal {number.value}" in last.error
             assert engine.lost.is_set()
-            for asking in (
+            for call in (
                 engine.add(new("c")),
-                engine.call(told.pid),
-                engine.call(told.pid, allow_dead=True),
+                engine.call(calls.pid),
+                engine.call(calls.pid, allow_dead=True),
             ):
                 with pytest.raises(EngineDeadError, match="restart the server"):
-                    await asking
+                    await call
             engine.abort("a")
             await engine.drained()
 
@@ -300,7 +300,7 @@ def test_it_ends_when_the_server_goes(launch: Launch) -> None:
         engine = launch(num_blocks=400)
         engine.start()
         await engine.add(new("a", params=endless))
-        asyncio.get_running_loop().remove_reader(ear(engine)[0])
+        asyncio.get_running_loop().remove_reader(reader_of(engine)[0])
         engine._channel.close()
         return await asyncio.to_thread(engine._process.wait, LIMIT_S)
 

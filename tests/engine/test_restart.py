@@ -1,4 +1,4 @@
-"""A second process finds on disk what the first one computed, and nobody else finds anything."""
+"""A second process finds on disk what the first one computed, and no other process finds anything."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprob
 FULL_BLOCKS = sum((len(prompt) - 1) // 16 for prompt in PROMPTS)
 
 
-def asked(llm, params=PARAMS, salt=None, **more):
-    """Tokens and log-probabilities, and how many blocks of the prompts were hit."""
+def answers_and_hits(llm, params=PARAMS, salt=None, **more):
+    """Return tokens and log-probabilities, and how many blocks of the prompts were hit."""
     outputs = llm.generate(with_options(PROMPTS, cache_salt=salt), params, **more)
     assert all(output.error is None for output in outputs)
     assert_idle(llm)
     hits = sum(output.metrics.num_cached_tokens for output in outputs) // 16
-    found = [
+    answers = [
         (
             output.outputs[0].token_ids,
             [entry.logprob for drawn in output.outputs[0].logprobs for entry in drawn.values()],
         )
         for output in outputs
     ]
-    return found, hits
+    return answers, hits
 
 
 def closed(llm):
@@ -49,14 +49,14 @@ def closed(llm):
 @pytest.mark.parametrize("kernels", ["reference", "native"])
 def test_a_restart_keeps_the_cache(form, kernels, tmp_path, make_llm):
     options = {"kv_cache_dtype": form, "kernels": kernels}
-    plain, _ = asked(make_llm(**options))
+    plain, _ = answers_and_hits(make_llm(**options))
     first = make_llm(**tiers(tmp_path, **options))
-    found, hits = asked(first)
+    found, hits = answers_and_hits(first)
     assert found == plain
     assert hits == 0
     closed(first)
     second = make_llm(**tiers(tmp_path, **options))
-    again, hits = asked(second)
+    again, hits = answers_and_hits(second)
     assert hits >= 0.95 * FULL_BLOCKS
     assert [tokens for tokens, _ in again] == [tokens for tokens, _ in plain]
     assert second.engine.tiers.disk.counters.corrupt == 0
@@ -66,7 +66,7 @@ def test_a_restart_keeps_the_cache(form, kernels, tmp_path, make_llm):
 def test_damaged_slots_are_misses(tmp_path, make_llm):
     """One of 64 bytes, spread over the record, is flipped in every slot: nothing wrong is ever used."""
     first = make_llm(**tiers(tmp_path))
-    plain, _ = asked(first)
+    plain, _ = answers_and_hits(first)
     file = first.engine.tiers.disk.file
     length, count = file.layout.slot, file.num_slots
     used = file.layout.header + file.layout.payload
@@ -80,7 +80,7 @@ def test_damaged_slots_are_misses(tmp_path, make_llm):
             damaged[slot * length + place] ^= 1 << slot % 8
         path.write_bytes(damaged)
         llm = make_llm(**tiers(tmp_path))
-        found, _ = asked(llm)
+        found, _ = answers_and_hits(llm)
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
         for (_, got), (_, expected) in zip(found, plain, strict=True):
             assert got == pytest.approx(expected, abs=1e-4), "a damaged block was used"
@@ -99,12 +99,12 @@ def test_damaged_slots_are_misses(tmp_path, make_llm):
     ],
 )
 def test_what_differs_finds_nothing(change, tmp_path, make_llm):
-    closed_one = make_llm(**tiers(tmp_path, kernels="native"))
-    asked(closed_one)
-    closed(closed_one)
+    first = make_llm(**tiers(tmp_path, kernels="native"))
+    answers_and_hits(first)
+    closed(first)
     other = make_llm(**tiers(tmp_path, **({"kernels": "native"} | change)))
-    plain, _ = asked(make_llm(**({"kernels": "native"} | change)))
-    found, hits = asked(other)
+    plain, _ = answers_and_hits(make_llm(**({"kernels": "native"} | change)))
+    found, hits = answers_and_hits(other)
     assert hits == 0
     assert found == plain
     closed(other)
@@ -115,48 +115,48 @@ def test_one_weight_differs(tmp_path, make_llm, calibrated_dir):
     shutil.copytree(calibrated_dir("llama"), copy)
     options = {"dtype": "float32", "device": "cpu", "num_blocks": 200, **tiers(tmp_path / "disk")}
     llm = LLM(copy, **options)
-    asked(llm)
+    answers_and_hits(llm)
     closed(llm)
     llm = LLM(copy, **options)
-    assert asked(llm)[1] >= 0.95 * FULL_BLOCKS
+    assert answers_and_hits(llm)[1] >= 0.95 * FULL_BLOCKS
     closed(llm)
     weights = load_file(copy / "model.safetensors")
     name = sorted(weights)[-1]
     weights[name].view(-1)[-1] += 0.25
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
     llm = LLM(copy, **options)
-    assert asked(llm)[1] == 0
+    assert answers_and_hits(llm)[1] == 0
     closed(llm)
 
 
 def test_salts_never_meet(tmp_path, make_llm):
     llm = make_llm(**tiers(tmp_path))
-    asked(llm, salt="a")
+    answers_and_hits(llm, salt="a")
     closed(llm)
     llm = make_llm(**tiers(tmp_path))
-    assert asked(llm, salt="")[1] == 0
-    assert asked(llm)[1] == 0
-    assert asked(llm, salt="a")[1] >= 0.95 * FULL_BLOCKS
+    assert answers_and_hits(llm, salt="")[1] == 0
+    assert answers_and_hits(llm)[1] == 0
+    assert answers_and_hits(llm, salt="a")[1] >= 0.95 * FULL_BLOCKS
     closed(llm)
 
 
 def test_a_hash_function_that_collides(tmp_path, make_llm):
     """Digests of one byte of information: most blocks meet others under theirs."""
-    plain, _ = asked(make_llm())
+    plain, _ = answers_and_hits(make_llm())
     for _ in range(3):
         llm = make_llm(**tiers(tmp_path))
         llm.engine.memory._hashing._function = lambda message: sha256(message)[:1] * 32
-        found, _ = asked(llm)
+        found, _ = answers_and_hits(llm)
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
         closed(llm)
 
 
 @pytest.mark.parametrize("policy", ["wait_complete", "timeout", "best_effort", "race"])
 def test_every_load_policy(policy, tmp_path, make_llm):
-    plain, _ = asked(make_llm())
+    plain, _ = answers_and_hits(make_llm())
     for number in range(2):
         llm = make_llm(**tiers(tmp_path, kv_load_policy=policy))
-        found, hits = asked(llm)
+        found, hits = answers_and_hits(llm)
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
         if number and policy == "wait_complete":
             assert hits >= 0.95 * FULL_BLOCKS
@@ -166,11 +166,11 @@ def test_every_load_policy(policy, tmp_path, make_llm):
 @pytest.mark.parametrize("number", [5, 28, None])  # EIO, ENOSPC, short
 @pytest.mark.parametrize("every", [1, 2, 5])
 def test_a_disk_that_fails_now_and_then(number, every, tmp_path, make_llm):
-    plain, _ = asked(make_llm())
+    plain, _ = answers_and_hits(make_llm())
     for _ in range(2):
         llm = make_llm(**tiers(tmp_path))
         llm.engine.tiers.disk.file.io = Failing(number, every)
-        found, _ = asked(llm)
+        found, _ = answers_and_hits(llm)
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
         llm.engine.tiers.disk.file.io = FileIO()
         closed(llm)
@@ -178,14 +178,14 @@ def test_a_disk_that_fails_now_and_then(number, every, tmp_path, make_llm):
 
 def test_an_abort_while_its_prefix_is_loaded(tmp_path, make_llm):
     first = make_llm(**tiers(tmp_path))
-    plain, _ = asked(first)
+    plain, _ = answers_and_hits(first)
     closed(first)
     llm = make_llm(**tiers(tmp_path))
     engine = llm.engine
     engine.add_request("gone", PROMPTS[2], PARAMS)
     engine.abort("gone")
     engine.memory.check()
-    found, _ = asked(llm)
+    found, _ = answers_and_hits(llm)
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
     closed(llm)
     assert engine.memory.offload.host.pool.num_in_use == 0
@@ -193,13 +193,13 @@ def test_an_abort_while_its_prefix_is_loaded(tmp_path, make_llm):
 
 def test_a_compressed_request_hits_and_spoils_nothing(tmp_path, make_llm):
     compression = CompressionConfig("knorm", budget=48, interval=16, sinks=2, recent=8)
-    expected, _ = asked(make_llm(), compression=compression)
-    plain, _ = asked(make_llm())
+    expected, _ = answers_and_hits(make_llm(), compression=compression)
+    plain, _ = answers_and_hits(make_llm())
     for number in range(2):
         llm = make_llm(**tiers(tmp_path))
-        found, _ = asked(llm, compression=compression)
+        found, _ = answers_and_hits(llm, compression=compression)
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
-        found, _ = asked(llm)
+        found, _ = answers_and_hits(llm)
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain], number
         closed(llm)
 
@@ -220,7 +220,7 @@ for round in range(10_000):
 
 def test_killed_while_it_writes(tmp_path, make_llm, calibrated_dir):
     """SIGKILL at some moment, again and again; every restart goes on with a sound cache within its bound."""
-    plain, _ = asked(make_llm())
+    plain, _ = answers_and_hits(make_llm())
     here = str(Path(tiny.__file__).parent)
     path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
     recovered, times = 0, int(os.environ.get("KVRECLAIM_KILLS", "2"))
@@ -236,7 +236,7 @@ def test_killed_while_it_writes(tmp_path, make_llm, calibrated_dir):
             writer.kill()
         llm = make_llm(**tiers(tmp_path, kv_offloading_disk_size=2e6 / GIB))
         recovered += llm.engine.tiers.disk.num_recovered
-        found, _ = asked(llm)
+        found, _ = answers_and_hits(llm)
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
         closed(llm)
         assert sum(each.stat().st_size for each in tmp_path.rglob("*") if each.is_file()) <= 2_000_000
@@ -246,8 +246,8 @@ def test_killed_while_it_writes(tmp_path, make_llm, calibrated_dir):
 def test_two_engines_share_a_directory(tmp_path, make_llm):
     first, second = make_llm(**tiers(tmp_path, kv_offloading_disk_size=4e6 / GIB)), None
     second = make_llm(**tiers(tmp_path, kv_offloading_disk_size=12e6 / GIB))
-    plain, _ = asked(first)
-    found, _ = asked(second)
+    plain, _ = answers_and_hits(first)
+    found, _ = answers_and_hits(second)
     assert found == plain
     closed(first)
     closed(second)
@@ -264,7 +264,7 @@ def test_a_race_takes_over_what_has_come(tmp_path, make_llm):
     """It begins at once, and goes on behind the blocks that were read while it computed its first chunk."""
     options = tiers(tmp_path, kv_load_policy="race", max_num_batched_tokens=32)
     first = make_llm(**options)
-    plain, _ = asked(first)
+    plain, _ = answers_and_hits(first)
     closed(first)
     llm = make_llm(**options)
     engine, disk = llm.engine, llm.engine.tiers.disk
@@ -292,15 +292,15 @@ def test_a_race_takes_over_what_has_come(tmp_path, make_llm):
     closed(llm)
 
 
-def test_a_disk_that_hangs_holds_nobody_up(tmp_path, make_llm):
-    """A request waits as long as it was told, then computes; what comes after all is of use to later ones."""
+def test_a_disk_that_hangs_holds_no_request_up(tmp_path, make_llm):
+    """A request waits until kv_load_timeout, then computes; what is loaded after all serves later ones."""
     first = make_llm(**tiers(tmp_path))
-    plain, _ = asked(first)
+    plain, _ = answers_and_hits(first)
     closed(first)
     llm = make_llm(**tiers(tmp_path, kv_load_policy="timeout", kv_load_timeout=0.02))
     disk = llm.engine.tiers.disk
     disk.file.io = held = Held()
-    found, hits = asked(llm)
+    found, hits = answers_and_hits(llm)
     assert hits == 0
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
     held.free.set()

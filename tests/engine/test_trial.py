@@ -29,7 +29,7 @@ from kvreclaim.kv_bytes import KV_BYTES
 from kvreclaim.model_paths import STATS_FILE
 
 DOCUMENTS = tiny.prompts((340, 400), seed=4)
-TOLD = [prose_document(document) for document in DOCUMENTS]
+PROSE = [prose_document(document) for document in DOCUMENTS]
 CANDIDATES = ("streaming_llm", "query_mixture", "shares(surrogate)", "h2o", "shares(h2o)")
 
 
@@ -59,7 +59,7 @@ def lookup(model) -> LookupDocument:
 @pytest.fixture(scope="module")
 def found(calibrated_dir, stats, lookup) -> Trial:
     llm = LLM(calibrated_dir("llama"), dtype="float32", device="cpu", num_blocks=8)
-    return try_candidates(llm, stats, [*TOLD, lookup], candidates=CANDIDATES, formats=FORMATS)
+    return try_candidates(llm, stats, [*PROSE, lookup], candidates=CANDIDATES, formats=FORMATS)
 
 
 def nats(model, context: list[int], tokens: list[int]) -> tuple[float, float]:
@@ -72,15 +72,15 @@ def nats(model, context: list[int], tokens: list[int]) -> tuple[float, float]:
 
 
 def check_prose(found: Trial, model) -> None:
-    """The last eighth goes on; 32 of every 512 tokens of what stands before are said again. The first token
+    """The last eighth goes on; 32 of every 512 tokens of what stands before are scored again. The first token
     of both is read, not scored."""
     rows = []
     for document in DOCUMENTS:
         first = len(document) * 7 // 8
         prompt = document[: first + 1]
         again = document[1:32]
-        said = nats(model, [*document[:first], document[0]], again)
-        rows.append((*nats(model, prompt, document[first + 1 :]), *said))
+        repeated = nats(model, [*document[:first], document[0]], again)
+        rows.append((*nats(model, prompt, document[first + 1 :]), *repeated))
     once, once_right, again, again_right = torch.tensor(rows).mean(0).tolist()
     assert found.full.once == pytest.approx(once, abs=1e-4)
     assert found.full.again == pytest.approx(again, abs=1e-4)
@@ -90,10 +90,10 @@ def check_prose(found: Trial, model) -> None:
 def test_the_full_caches_row_is_what_transformers_says(found, model, lookup) -> None:
     """A question that the full cache does not answer is left out."""
     check_prose(found, model)
-    asked = [nats(model, lookup.prompt + each.question, each.answer) for each in lookup.questions]
-    assert [right >= 0.5 for _, right in asked] == [True, False, True]
+    answers = [nats(model, lookup.prompt + each.question, each.answer) for each in lookup.questions]
+    assert [right >= 0.5 for _, right in answers] == [True, False, True]
     assert found.questions == 2
-    assert found.full.asked == pytest.approx((asked[0][0] + asked[2][0]) / 2, abs=1e-4)
+    assert found.full.asked == pytest.approx((answers[0][0] + answers[2][0]) / 2, abs=1e-4)
     assert found.full.asked_right == 1
     assert found.tokens == sum(len(document) * 7 // 8 for document in DOCUMENTS) + 330
 
@@ -101,22 +101,22 @@ def test_the_full_caches_row_is_what_transformers_says(found, model, lookup) -> 
 def test_a_candidates_row_is_what_score_says_under_its_budget(found, stats, lookup, calibrated_dir) -> None:
     """Repetition is scored where there are no answers."""
     llm = LLM(calibrated_dir("llama"), dtype="float32", device="cpu", num_blocks=200)
-    prose = try_candidates(llm, stats, TOLD, candidates=["query_mixture"], fractions=[0.2], formats=())
+    prose = try_candidates(llm, stats, PROSE, candidates=["query_mixture"], fractions=[0.2], formats=())
     (row,) = [row for row in found.outcomes if (row.policy, row.fraction) == ("query_mixture", 0.2)]
     budgets, lost = [], []
-    for document in (*TOLD, lookup):
+    for document in (*PROSE, lookup):
         budgets.append(int(len(document.prompt) * 0.2) // 16 * 16)
         recent = min(64, budgets[-1] // 4)
         config = CompressionConfig("query_mixture", budgets[-1], 128, 4, recent, stats=stats)
         for each in document.questions:
-            said = [*each.question, *each.answer]
-            (output,) = llm.score([document.prompt], [said], config)
+            continuation = [*each.question, *each.answer]
+            (output,) = llm.score([document.prompt], [continuation], config)
             assert output.metrics.tokens_evicted > 0
             logprobs = output.logprobs[len(each.question) :]
             lost.append(-sum(logprobs) / len(logprobs))
-    once, again, once2, again2, asked, _, asked2 = lost
+    once, again, once2, again2, lookup1, _, lookup2 = lost
     assert row.budget == pytest.approx(sum(budgets) / 3)
-    assert (row.once, row.asked) == pytest.approx(((once + once2) / 2, (asked + asked2) / 2), abs=1e-6)
+    assert (row.once, row.asked) == pytest.approx(((once + once2) / 2, (lookup1 + lookup2) / 2), abs=1e-6)
     assert row.again is None
     (alone,) = prose.outcomes
     assert (alone.once, alone.again) == pytest.approx(((once + once2) / 2, (again + again2) / 2), abs=1e-6)
@@ -128,7 +128,7 @@ def test_formats_are_compared_at_equal_bytes(found, stats, lookup, calibrated_di
     int4; sinks and recent tokens, 132, leave at least 144."""
     assert {own.kv_cache_dtype for own in found.formats} == set(FORMATS)
     by = {(own.kv_cache_dtype, own.share): own for own in found.formats}
-    documents = (*TOLD, lookup)
+    documents = (*PROSE, lookup)
     for share in SHARES:
         for form, density in (("auto", 1), ("int8", 128 / 35), ("int4", 128 / 20)):
             tokens = [max(int(len(each.prompt) * share * density) // 16 * 16, 144) for each in documents]
@@ -288,7 +288,7 @@ def test_verify_keeps_the_models_dtype(best_in_int4, calibrated_dir) -> None:
     assert drafting.engine.kv_format.name == "fp32"
 
 
-def test_what_the_model_cannot_have_is_left_out_and_said(found) -> None:
+def test_what_the_model_cannot_have_is_left_out_and_reported(found) -> None:
     assert found.policies == ("streaming_llm", "query_mixture", "shares(surrogate)", "h2o")
     assert "shares" in found.refused["shares(h2o)"]
     assert all(math.isfinite(found.loss(policy)) for policy in found.policies)
@@ -299,7 +299,7 @@ def test_windows_have_tables_of_their_own_in_the_trial(calibrated_dir) -> None:
     directory = calibrated_dir("gemma3")
     llm = LLM(directory, dtype="float32", device="cpu", **FOR_CALIBRATION)
     stats = QueryStats.load(directory / STATS_FILE)
-    found = try_candidates(llm, stats, TOLD, candidates=("shares(surrogate)", "query_mixture"), formats=())
+    found = try_candidates(llm, stats, PROSE, candidates=("shares(surrogate)", "query_mixture"), formats=())
     assert found.policies == ("shares(surrogate)", "query_mixture")
     assert all(math.isfinite(found.loss(policy)) for policy in found.policies)
 
@@ -310,7 +310,7 @@ def test_recurrent_layers_in_the_trial(family, calibrated_dir) -> None:
     directory = calibrated_dir(family)
     llm = LLM(directory, dtype="float32", device="cpu", num_blocks=100)
     stats = QueryStats.load(directory / STATS_FILE)
-    found = try_candidates(llm, stats, TOLD, candidates=("shares(surrogate)", "query_mixture"), formats=())
+    found = try_candidates(llm, stats, PROSE, candidates=("shares(surrogate)", "query_mixture"), formats=())
     check_prose(found, AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
     assert found.policies == ("shares(surrogate)", "query_mixture")
     assert all(math.isfinite(found.loss(policy)) for policy in found.policies)
@@ -325,7 +325,7 @@ def test_recurrent_layers_in_the_trial(family, calibrated_dir) -> None:
 
 def test_the_same_documents_give_the_same_trial_and_no_block_is_lost(found, stats, lookup, make_llm) -> None:
     llm = make_llm("llama", num_blocks=8)
-    again = try_candidates(llm, stats, [*TOLD, lookup], candidates=CANDIDATES, formats=FORMATS)
+    again = try_candidates(llm, stats, [*PROSE, lookup], candidates=CANDIDATES, formats=FORMATS)
     assert again == found
     assert_idle(llm)
 
@@ -339,11 +339,11 @@ def test_a_candidate_that_fails_while_it_runs_is_left_out_whole(stats, make_llm,
         return [view.keys.float().norm(dim=-1) for view in views]
 
     monkeypatch.setattr(Knorm, "score_many", failing)
-    left = try_candidates(make_llm("llama"), stats, TOLD, candidates=["knorm", "streaming_llm"], formats=())
+    left = try_candidates(make_llm("llama"), stats, PROSE, candidates=["knorm", "streaming_llm"], formats=())
     assert left.policies == ("streaming_llm",)
     assert list(left.refused) == ["knorm"]
     with pytest.raises(InvalidArgumentError, match="no candidate could run: "):
-        try_candidates(make_llm("llama"), stats, TOLD, candidates=["knorm"])
+        try_candidates(make_llm("llama"), stats, PROSE, candidates=["knorm"])
 
 
 def test_documents_too_short_for_a_tenth_and_none_are_refused(stats, make_llm) -> None:
@@ -353,12 +353,12 @@ def test_documents_too_short_for_a_tenth_and_none_are_refused(stats, make_llm) -
         try_candidates(make_llm("llama"), stats, [])
 
 
-def test_nobody_to_try_is_an_error(stats, make_llm) -> None:
+def test_no_candidate_to_try_is_an_error(stats, make_llm) -> None:
     with pytest.raises(InvalidArgumentError, match="no candidate can run: policy shares keeps"):
-        try_candidates(make_llm("llama"), stats, TOLD, candidates=["shares(h2o)"])
+        try_candidates(make_llm("llama"), stats, PROSE, candidates=["shares(h2o)"])
 
 
-def test_the_longest_document_can_be_said_again(make_llm) -> None:
+def test_the_longest_document_can_be_repeated(make_llm) -> None:
     llm = make_llm("llama")
     longest = prose_document([5] * window(llm.loaded.facts))
     follows = [len(each.question) + len(each.answer) for each in longest.questions]

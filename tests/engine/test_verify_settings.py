@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from settings import small, with_options
 from test_verify import assert_left_nothing, recall_prompt
-from verifying import GREEDY, PROMPTS, drafting, on_host, said
+from verifying import GREEDY, PROMPTS, drafting, on_host, results
 
 from kvreclaim import LLM, BeamSearchParams, CompressionConfig, SamplingParams, demo_model
 from kvreclaim.chunks import Chunk
@@ -89,7 +89,7 @@ def test_a_budget_that_is_given_stays(make_llm):
 def test_whatever_it_chooses_answers_are_the_full_caches(host, make_llm):
     llm = make_llm()
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=100, ignore_eos=True, logprobs=2)
-    expected = said(llm.generate(PROMPTS, params))
+    expected = results(llm.generate(PROMPTS, params))
     verified = on_host(llm) if host else llm.sibling()
     engine, compressor = verified.engine, llm.compressor(chosen_itself(verify_tokens=4))
     requests = [engine.add_request(f"r{i}", p, params, compressor) for i, p in enumerate(PROMPTS)]
@@ -109,7 +109,7 @@ def test_whatever_it_chooses_answers_are_the_full_caches(host, make_llm):
 def test_it_stays_small_where_drafts_are_good():
     llm = LLM(demo_model(), num_blocks=200, device="cpu")
     params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
-    expected = said(llm.generate([recall_prompt(0)], params))
+    expected = results(llm.generate([recall_prompt(0)], params))
     config = CompressionConfig("query_mixture", "auto", 32, 4, 16, verify=True, verify_tokens=8)
     engine = llm.sibling().engine
     request = engine.add_request("r", recall_prompt(0), params, llm.compressor(config))

@@ -9,7 +9,7 @@ import tiny
 import torch
 from settings import small
 from test_verify import assert_left_nothing
-from verifying import GREEDY, PROMPTS, SAMPLED, drafting, on_host, said
+from verifying import GREEDY, PROMPTS, SAMPLED, drafting, on_host, results
 
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.compression.policies.knorm import Knorm
@@ -126,10 +126,10 @@ def test_only_full_caches_are_found_by_others(host, make_llm):
     prompt = [*PROMPTS[0], *PROMPTS[2]]
     first = verified.generate([prompt], GREEDY, drafting())[0].outputs[0].token_ids
     again = [prompt + list(first)[:30] + [5]]
-    expected = said(llm.sibling().generate(again, GREEDY))
+    expected = results(llm.sibling().generate(again, GREEDY))
     found = verified.generate(again, GREEDY, drafting())
     assert found[0].metrics.num_cached_tokens >= len(prompt) // 16 * 16
-    assert said(found)[0][0][1] == expected[0][0][1]
+    assert results(found)[0][0][1] == expected[0][0][1]
     assert verified.engine.totals.speculation.num_failed == 0
     assert_left_nothing(verified)
 
@@ -198,10 +198,10 @@ def broken(verified: LLM, what: str, monkeypatch) -> None:
 @pytest.mark.parametrize("what", ["drafting", "copying", "choosing", "a draft's pass", "logits"])
 def test_whatever_fails_answers_are_what_they_are(what, host, make_llm, monkeypatch):
     llm = make_llm()
-    expected = said(llm.generate(PROMPTS, MIXED))
+    expected = results(llm.generate(PROMPTS, MIXED))
     verified = verified_of(llm, host)
     broken(verified, what, monkeypatch)
-    assert said(verified.generate(PROMPTS, MIXED, drafting("knorm"))) == expected
+    assert results(verified.generate(PROMPTS, MIXED, drafting("knorm"))) == expected
     num_failed = verified.engine.totals.speculation.num_failed
     assert num_failed == 0 if what == "logits" else num_failed > 1
     assert verified.engine.totals.speculation.num_draft_tokens > 0
@@ -212,7 +212,7 @@ def test_in_a_small_pool_companions_give_way_and_come_back(make_llm):
     llm = make_llm(num_blocks=20, max_num_seqs=3)
     prompts = tiny.prompts((60, 50, 40, 30, 20), seed=2)
     plain = llm.sibling()
-    expected = [tokens for [(_, tokens, *_)] in said(plain.generate(prompts, LONG))]
+    expected = [tokens for [(_, tokens, *_)] in results(plain.generate(prompts, LONG))]
     verified = llm.sibling()
     engine = verified.engine
     add(verified, drafting("knorm"), prompts, LONG)
@@ -238,11 +238,11 @@ def test_in_a_small_pool_companions_give_way_and_come_back(make_llm):
 @PLACES
 def test_without_room_for_any_there_are_no_drafts(host, make_llm):
     llm = make_llm(num_blocks=200 if host else 8)
-    expected = said(llm.generate([PROMPTS[0]], GREEDY))
+    expected = results(llm.generate([PROMPTS[0]], GREEDY))
     verified = (
         on_host(llm, num_blocks=20, max_model_len=None).sibling(num_blocks=2) if host else llm.sibling()
     )
-    assert said(verified.generate([PROMPTS[0]], GREEDY, drafting("knorm"))) == expected
+    assert results(verified.generate([PROMPTS[0]], GREEDY, drafting("knorm"))) == expected
     if host:
         assert verified.engine.totals.speculation.num_draft_tokens == 0
     assert verified.engine.totals.speculation.num_failed == 0
@@ -253,7 +253,7 @@ def test_without_room_for_any_there_are_no_drafts(host, make_llm):
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "quest"])
 def test_owners_that_are_preempted(policy, mode, make_llm):
     llm = make_llm()
-    expected = [tokens for [(_, tokens, *_)] in said(llm.generate(PROMPTS, GREEDY))]
+    expected = [tokens for [(_, tokens, *_)] in results(llm.generate(PROMPTS, GREEDY))]
     below = {"kv_offloading_size": 8e6 / GIB, "swap_space": 8e6 / GIB} if mode == "swap" else {}
     verified = llm.sibling(preemption_mode=mode, **below)
     engine, scheduler = verified.engine, verified.engine.scheduler
@@ -282,10 +282,10 @@ def test_owners_that_are_preempted(policy, mode, make_llm):
 def test_drafts_by_n_grams_of_others_in_the_same_engine(make_llm):
     ngram = '{"method": "ngram", "num_speculative_tokens": 4}'
     llm = make_llm()
-    expected = said(llm.generate(PROMPTS, GREEDY))
+    expected = results(llm.generate(PROMPTS, GREEDY))
     both = llm.sibling(speculative_config=ngram)
     configs = [drafting(), None, drafting("quest"), None]
-    assert said(both.generate(PROMPTS, GREEDY, configs)) == expected
+    assert results(both.generate(PROMPTS, GREEDY, configs)) == expected
     assert both.engine.totals.speculation.num_failed == 0
     assert_left_nothing(both)
 
@@ -293,6 +293,6 @@ def test_drafts_by_n_grams_of_others_in_the_same_engine(make_llm):
 def test_compressed_requests_in_its_company_are_what_they_are_alone(make_llm):
     llm = make_llm()
     lossy = small("knorm")
-    expected = said(llm.generate(PROMPTS[:2], GREEDY, lossy))
-    found = said(llm.sibling().generate(PROMPTS, GREEDY, [lossy, lossy, drafting(), drafting()]))
+    expected = results(llm.generate(PROMPTS[:2], GREEDY, lossy))
+    found = results(llm.sibling().generate(PROMPTS, GREEDY, [lossy, lossy, drafting(), drafting()]))
     assert found[:2] == expected

@@ -44,6 +44,6 @@ def on_host(llm: LLM, num_blocks: int = 200, **changes) -> LLM:
     return llm.sibling(full_cache_host_size=size, **changes)
 
 
-def said(outputs) -> list:
+def results(outputs) -> list:
     """Texts, tokens, ends and log-probabilities, which are equal only where all logits are."""
     return [[(o.text, o.token_ids, o.finish_reason, o.logprobs) for o in out.outputs] for out in outputs]

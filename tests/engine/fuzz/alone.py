@@ -179,7 +179,7 @@ class Oracle:
 
     def learn(self, questions: Iterable[Question]) -> None:
         """Answer those that are not known yet, many in one engine that has room for all and shares nothing:
-        one that differs from what is compared with it is then asked alone."""
+        one that differs from what is compared with it is then run alone."""
         new = {question for each in questions if (question := each.as_alone) not in self.known}
         ordered = sorted(new, key=repr)
         self.known.update(zip(ordered, self.machine.together(ordered), strict=True))

@@ -1,4 +1,4 @@
-"""The tiny Llama without transformers' overhead, and what goes wrong in a model when it is told to."""
+"""The tiny Llama without transformers' overhead, and the faults that a test can switch on in it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Boom(RuntimeError):
 class Faults:
     """What may go wrong in a forward pass, which is given to a model as `forward`. No fault is on at first.
 
-    forbids:    nobody draws a special token
+    forbids:    special tokens are never drawn
     raises:     passes that are still to fail when all but the last layer is computed
     not_finite: "all" rows of the next pass, or the place (0 to 1) of the one that is NaN
     noise:      relative; each number of an embedding is off by so much

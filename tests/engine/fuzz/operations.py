@@ -372,7 +372,7 @@ def random_setup(random: Random) -> Setup:
 
 
 def random_ask(random: Random, habits: Habits) -> Ask:
-    """Few texts, tails and seeds: prompts share prefixes, and answers are asked for again."""
+    """Few texts, tails and seeds: prompts share prefixes, and requests are repeated."""
     ask = Ask(
         text=random.randrange(3),
         cut=random.choice((1, 4, 8, 11, 16, 20, 27)),
@@ -396,11 +396,11 @@ def random_ask(random: Random, habits: Habits) -> Ask:
         limits=random.choice(habits.limits),
         sinks=random.choice((1, 1, 4)),
     )
-    if ask.verify and ask.policy is not None:  # most of what else may be asked for excludes it
+    if ask.verify and ask.policy is not None:  # most other fields exclude it
         return replace(ask, compress_prompt_at=None, sparse=None, reuse=None)
     if ask.reuse is None:
         return ask
-    policy = ask.policy if ask.seed else None  # most of what else may be asked for excludes chunks
+    policy = ask.policy if ask.seed else None  # most other fields exclude chunks
     cut = random.choice((ask.cut, 20, 27, 27))  # in a small pool only short prompts have room
     return replace(ask, cut=cut, policy=policy, compress_prompt_at=None, sparse=None)
 

@@ -31,7 +31,7 @@ NOT_FINITE = Walk(
     Setup(num_blocks=40, max_num_batched_tokens=16, shadow=False),
     (Ask(cut=27), NotFinite("all"), Step(4), Ask(cut=27)),
 )
-"""What was computed with NaN is found by no prompt, also where nobody wants the logits of a chunk."""
+"""What was computed with NaN is found by no prompt, also where no request reads the logits of a chunk."""
 COPIED = Walk(
     Setup(num_blocks=5, max_num_seqs=3, prefix_caching=False),
     tuple(
@@ -88,7 +88,7 @@ ALL_GAVE_WAY = Walk(
         ),
     ),
 )
-"""A step in which everybody gave way is none in which nobody fits."""
+"""A step in which all requests were preempted is none in which no request fits."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)

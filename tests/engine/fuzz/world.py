@@ -27,14 +27,14 @@ MOST_TOKENS = 60
 OFF = 1e-5
 """Most that an attention may be off, as in every test with a shadow."""
 COMPRESSION = ("policy", "budget", "interval", "sinks", "compress_prompt_at", "salt")
-"""Of an Ask: what the turns of a conversation have in common."""
+"""Fields of an Ask that the turns of a conversation have in common."""
 OFF_NATIVE = 1e-4
 """Of native kernels over codes."""
 
 
 @dataclass
 class FuzzedRequest:
-    """A request that was let in. may_fail: why it may end with an error."""
+    """A request that the engine took. may_fail: why it may end with an error."""
 
     ask: Ask
     question: Question
@@ -49,7 +49,7 @@ class World:
 
     machine: Machine
     setup: Setup
-    asked: list[FuzzedRequest] = field(default_factory=list)
+    added: list[FuzzedRequest] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     harmed: bool = False
     gone_on: set[str] = field(default_factory=set)
@@ -68,7 +68,7 @@ class World:
         self._watch()
 
     def _watch(self) -> None:
-        """Note who was in a pass in which something was made to go wrong."""
+        """Note the requests of a pass in which something was made to go wrong."""
         forward = self.engine.runner.forward
 
         def watched(step, *, observed=True):
@@ -132,7 +132,7 @@ class World:
         question = self.machine.question(ask, prompt, self.setup)
         served = self.shadow is None and self.setup.prefix_caching and not self.setup.windows
         chunks = chunks_of(ask, len(prompt)) if served else None
-        name = f"r{len(self.asked)}"
+        name = f"r{len(self.added)}"
         try:
             request = self.engine.add_request(
                 name,
@@ -154,20 +154,20 @@ class World:
         except KVReclaimError:
             self.counts["refused"] += 1
             return
-        asked = FuzzedRequest(ask, question, request)
+        fuzzed = FuzzedRequest(ask, question, request)
         if GUILTY in prompt or POISON in prompt:
             self.harmed = True
-            asked.may_fail = "it holds a token that breaks things"
+            fuzzed.may_fail = "it holds a token that breaks things"
         elif ask.policy == "brittle":
             self.harmed = True
-            asked.may_fail = "its policy may raise"
-        self.asked.append(asked)
-        self.by_id[name] = asked
-        self.counts["asked"] += 1
+            fuzzed.may_fail = "its policy may raise"
+        self.added.append(fuzzed)
+        self.by_id[name] = fuzzed
+        self.counts["added"] += 1
 
     def _begun(self, ask: Ask) -> tuple[Ask, list[int]]:
-        """The request as it is asked for, and its prompt."""
-        ended = [one for one in self.asked if one.request.finished and one.request.error is None]
+        """The operation with its fields filled in, and its prompt."""
+        ended = [turn for turn in self.added if turn.request.finished and turn.request.error is None]
         if ask.turn_of is not None and ended:
             before = ended[-1 - ask.turn_of % len(ended)]
             prompt = before.request.sequences[0].token_ids[:MOST_TOKENS]
@@ -182,7 +182,7 @@ class World:
 
     @property
     def _keeps_nan(self) -> bool:
-        """Codes make 0 of NaN (docs/formats.md), so a token that is NaN spoils nobody but itself."""
+        """Codes make 0 of NaN (docs/formats.md), so a token that is NaN spoils no other."""
         return self.setup.kv_format in ("fp32", "bf16", "fp16")
 
     def step(self) -> None:
@@ -195,13 +195,13 @@ class World:
         assert not late, f"sequences {late} are due, and were not compressed"
 
     def check(self) -> None:
-        """What must hold between any two steps."""
+        """Check what must hold between any two steps."""
         self.engine.memory.check()
-        for asked in self.asked:
-            error = asked.request.error
-            chosen_anew = asked.request.reuse is not None and self.harmed  # by a pass that may fail
-            if error is not None and asked.may_fail is None and not chosen_anew:
-                raise AssertionError(f"{asked.request.request_id} failed: {error}; {asked.question}")
+        for fuzzed in self.added:
+            error = fuzzed.request.error
+            chosen_anew = fuzzed.request.reuse is not None and self.harmed  # by a pass that may fail
+            if error is not None and fuzzed.may_fail is None and not chosen_anew:
+                raise AssertionError(f"{fuzzed.request.request_id} failed: {error}; {fuzzed.question}")
         if self.shadow is None:
             return
         assert not self.shadow.wrong, self.shadow.wrong[0]
@@ -221,17 +221,17 @@ class World:
             self.counts["attention calls"] += self.shadow.num_calls
             self.counts["sparse tiles"] += getattr(self.shadow, "prefill_tiles", 0)
         self.close()
-        for asked in self.asked:
-            self._check_guilty(asked)
-            self._check_grammar(asked)
-        comparable = [asked for asked in self.asked if self._is_comparable(asked)]
-        for asked in comparable:
-            if asked.request.reuse is not None:
-                self._check_reuse(asked)
-        comparable = [asked for asked in comparable if asked.request.reuse is None]
-        oracle.learn(asked.question for asked in comparable)
-        for asked in comparable:
-            self._check_answer(asked, oracle)
+        for fuzzed in self.added:
+            self._check_guilty(fuzzed)
+            self._check_grammar(fuzzed)
+        comparable = [fuzzed for fuzzed in self.added if self._is_comparable(fuzzed)]
+        for fuzzed in comparable:
+            if fuzzed.request.reuse is not None:
+                self._check_reuse(fuzzed)
+        comparable = [fuzzed for fuzzed in comparable if fuzzed.request.reuse is None]
+        oracle.learn(fuzzed.question for fuzzed in comparable)
+        for fuzzed in comparable:
+            self._check_answer(fuzzed, oracle)
         totals = self.engine.totals
         if self.engine.groups.windows:
             self.counts["steps of groups"] += totals.steps
@@ -239,13 +239,13 @@ class World:
         assert self.harmed or not totals.speculation.num_failed, (
             "drafting failed, and nothing was made to fail"
         )
-        verified = [asked.request.verify for asked in self.asked if asked.request.verify is not None]
+        verified = [fuzzed.request.verify for fuzzed in self.added if fuzzed.request.verify is not None]
         self.counts["verifications"] += sum(each.num_rounds for each in verified)
         self.counts["verified drafts"] += sum(each.num_accepted for each in verified)
         self.counts["drafted"] += totals.speculation.num_draft_tokens
         self.counts["accepted"] += totals.speculation.num_accepted_tokens
         self.counts["dropped tokens"] += sum(
-            asked.request.collect_metrics().num_dropped_tokens for asked in self.asked
+            fuzzed.request.collect_metrics().num_dropped_tokens for fuzzed in self.added
         )
         self.counts["preemptions"] += totals.num_preemptions
         self.counts["swaps"] += totals.swaps
@@ -257,9 +257,9 @@ class World:
         self.counts["fairness"] += totals.preemptions["fairness"]
         self.counts["passes"] += totals.compactions
         self.counts["hit tokens"] += self.engine.memory.stats().prefix_hit_tokens
-        self.counts["searches"] += sum(asked.question.kind == "beams" for asked in self.asked)
+        self.counts["searches"] += sum(fuzzed.question.kind == "beams" for fuzzed in self.added)
         self.counts["copies"] += self.engine.memory.stats().cow_copies
-        self.counts["errors"] += sum(asked.request.error is not None for asked in self.asked)
+        self.counts["errors"] += sum(fuzzed.request.error is not None for fuzzed in self.added)
 
     def close(self) -> None:
         self.llm.close()
@@ -276,34 +276,34 @@ class World:
         assert stats.free + stats.cached == stats.num_blocks
         assert num_signal_rows(self.engine) == 0, "rows of signals are left"
 
-    def _check_guilty(self, asked: FuzzedRequest) -> None:
-        if GUILTY in asked.question.prompt:
-            reasons = {seq.finish_reason for seq in asked.request.sequences}
-            assert reasons <= {"error", "abort"}, f"{asked.request.request_id} is guilty and ended {reasons}"
+    def _check_guilty(self, fuzzed: FuzzedRequest) -> None:
+        if GUILTY in fuzzed.question.prompt:
+            reasons = {seq.finish_reason for seq in fuzzed.request.sequences}
+            assert reasons <= {"error", "abort"}, f"{fuzzed.request.request_id} is guilty and ended {reasons}"
 
-    def _check_grammar(self, asked: FuzzedRequest) -> None:
-        limits = asked.question.limits
+    def _check_grammar(self, fuzzed: FuzzedRequest) -> None:
+        limits = fuzzed.question.limits
         if limits not in GRAMMARS:
             return
-        for tokens in Answer.of(asked.request).tokens:
-            assert follows(limits, tokens), f"{asked.request.request_id} breaks {limits}: {tokens}"
+        for tokens in Answer.of(fuzzed.request).tokens:
+            assert follows(limits, tokens), f"{fuzzed.request.request_id} breaks {limits}: {tokens}"
             self.counts["tokens of grammars"] += len(tokens)
 
-    def _is_comparable(self, asked: FuzzedRequest) -> bool:
+    def _is_comparable(self, fuzzed: FuzzedRequest) -> bool:
         """Whether the answer is promised to be that of the request alone, as far as it goes. A cache that
         rounds is not: where a number lies between two codes, company decides (docs/formats.md). Nor is one
         whose windows hold all tokens, for the host's sake: alone, they have tables of their own, and other
         layers choose what is evicted."""
-        special = {GUILTY, POISON} & set(asked.question.prompt)
-        in_one_table = bool(self.setup.windows and self.setup.host_slots and asked.question.policy)
+        special = {GUILTY, POISON} & set(fuzzed.question.prompt)
+        in_one_table = bool(self.setup.windows and self.setup.host_slots and fuzzed.question.policy)
         promised = not special and not in_one_table
-        promised = promised and asked.request.request_id not in self.gone_on
+        promised = promised and fuzzed.request.request_id not in self.gone_on
         return self.setup.kv_format == "fp32" and promised
 
-    def _check_reuse(self, asked: FuzzedRequest) -> None:
+    def _check_reuse(self, fuzzed: FuzzedRequest) -> None:
         """Every token as likely as where chunks were computed alone and the rest behind; if what was reused
         is known, and nothing of it was compressed."""
-        request, question = asked.request, asked.question
+        request, question = fuzzed.request, fuzzed.question
         reuse, metrics = request.reuse, request.collect_metrics()
         changed = metrics.num_gone_tokens and metrics.preemptions
         if question.policy is not None or question.kind == "beams" or changed or not request.prompt_done:
@@ -319,13 +319,13 @@ class World:
             off = max((abs(a - b) for a, b in zip(logprobs, wanted, strict=True)), default=0)
             assert off <= LOGPROB, f"{request.request_id} is off by {off:.1e}: {question}, {reuse}"
 
-    def _check_answer(self, asked: FuzzedRequest, oracle: Oracle) -> None:
-        got = Answer.of(asked.request)
+    def _check_answer(self, fuzzed: FuzzedRequest, oracle: Oracle) -> None:
+        got = Answer.of(fuzzed.request)
         self.counts["compared"] += 1
-        if not oracle.gives(asked.question, got):
-            alone = oracle.alone(asked.question)
+        if not oracle.gives(fuzzed.question, got):
+            alone = oracle.alone(fuzzed.question)
             raise AssertionError(
-                f"{asked.request.request_id} is not answered as alone: {asked.question}\n"
+                f"{fuzzed.request.request_id} is not answered as alone: {fuzzed.question}\n"
                 f"  got   {got}\n  alone {alone}"
             )
 
