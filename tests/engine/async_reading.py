@@ -1,4 +1,4 @@
-"""Reading an engine's thread: what its observers were told, what its readers put together."""
+"""Reading an engine's thread: the calls of its observers, the answers of its readers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
 
 class Witness:
-    """An observer that remembers what it was told, and in which thread."""
+    """An observer that records its calls, and their thread."""
 
     def __init__(self) -> None:
         self.added_ids: Counter[str] = Counter()
@@ -76,7 +76,7 @@ async def read(stream: RequestStream) -> dict[int, Answer]:
 
 
 class Halting(AsyncEngine):
-    """Takes no step beyond this token of any output; does what it is told all the same.
+    """Takes no step beyond this token of any output; handles messages all the same.
 
     halt_at: None does not halt
     """
@@ -115,7 +115,7 @@ def new(name: str, length: int = 9, params: SamplingParams = GREEDY, **fields) -
 
 
 async def abort_one(engine: EngineClient, name: str, how: str, rng: random.Random) -> None:
-    """Add a request and abort it: before, once or twice while it runs, or by cancelling who adds it."""
+    """Add a request and abort it: before, once or twice while it runs, or by cancelling its adding."""
     drawn = SamplingParams(temperature=1.0, n=3, seed=1, max_tokens=20)
     each = new(name, rng.randrange(1, 60), rng.choice([GREEDY, drawn]))
     if how == "cancel":

@@ -23,7 +23,7 @@ def config(policy):
     return small(policy) if policy else None
 
 
-def asked(num_tokens=50):
+def every_kind(num_tokens=50):
     """(prompt, parameters, compression) of requests of every kind."""
     prompts = [[t for t in p if t != POISON] for p in tiny.prompts((num_tokens,) * len(POLICIES), seed=3)]
     params = [GREEDY, SAMPLED, GREEDY, SAMPLED, MANY, GREEDY, MANY]
@@ -40,7 +40,7 @@ def run(llm, requests):
 
 
 class Breaking:
-    """Raises in the last layer of passes that `should` says, when earlier layers have written all they do."""
+    """Raises in the last layer of passes that `should` names, when earlier layers have written theirs."""
 
     def __init__(self, llm, should) -> None:
         self.ids = None

@@ -80,7 +80,7 @@ def check_preemption(make_llm, config, num_blocks):
     crowded = tight.generate(prompts, params, configs)
     assert sum(out.metrics.preemptions for out in crowded) > 0
     passes = sum(out.metrics.compactions for out in crowded)
-    assert tight.engine.totals.compactions > passes, "nobody was preempted after it was compressed"
+    assert tight.engine.totals.compactions > passes, "no request was preempted after it was compressed"
     assert tokens(crowded) == tokens(calm)
     assert [out.metrics.tokens_evicted for out in crowded] == [out.metrics.tokens_evicted for out in calm]
     assert_idle(tight)

@@ -32,7 +32,7 @@ def calibrated_dir(tiny_dir: Callable[[str], Path], tmp_path_factory) -> Callabl
 
 @pytest.fixture
 def make_llm(calibrated_dir) -> Callable[..., LLM]:
-    """(family, **engine arguments) -> an engine on tiny.DEVICE, in fp32 where nothing else is said."""
+    """(family, **engine arguments) -> an engine on tiny.DEVICE, in fp32 unless another dtype is given."""
 
     def make(family: str = "llama", **arguments) -> LLM:
         given = {"num_blocks": 200, "dtype": "float32", **arguments}

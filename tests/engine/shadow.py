@@ -1,7 +1,7 @@
 """A shadow of the engine: keeps every key and value it ever saw at its logical position, follows what
 each compression chose to keep, and answers each attention call with plain attention over just that.
 
-A sequence that begins with a prefix hit begins with the keys and values that somebody once computed exactly
+A sequence that begins with a prefix hit begins with the keys and values that were once computed exactly
 for these very tokens under the same salt: what is hit and was never computed so, or is something else in the
 cache, is noted in `wrong`."""
 
@@ -343,7 +343,7 @@ class Shadow:
             history.heads = [[torch.cat([old, new[0, 0]]) for old in rows] for rows in history.heads]
 
     def _compare(self, call: AttentionCall, out: Tensor, latent: LatentCall | None = None) -> None:
-        """latent: what the layer asked for where out is already that of the model's own heads."""
+        """latent: the call of the layer where out is already that of the model's own heads."""
         row = 0
         for item in self._step:
             rows = slice(row, row + item.num_tokens)

@@ -1,4 +1,4 @@
-"""The engine's thread when something in it fails: who is told, and who goes on."""
+"""The engine's thread when something in it fails: which requests get the error, and which go on."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_step_that_fails_ends_what_is_in_flight_and_nothing_else(make_llm, mon
     assert "ending requests ['a', 'b']" in caplog.text
 
 
-def test_what_ended_in_a_step_that_then_failed_is_told(make_llm, monkeypatch) -> None:
+def test_what_ended_in_a_step_that_then_failed_is_reported(make_llm, monkeypatch) -> None:
     llm = make_llm()
     real = llm.engine.step
 
@@ -96,7 +96,7 @@ def test_a_dead_engine_tells_everybody(make_llm, monkeypatch) -> None:
     run(main())
 
 
-def test_an_observer_that_fails_hurts_nobody(make_llm, caplog) -> None:
+def test_an_observer_that_fails_harms_no_request(make_llm, caplog) -> None:
     class Clumsy(Witness):
         def stepped(self, engine, result) -> None:
             raise RuntimeError("clumsy")

@@ -55,7 +55,7 @@ def test_threads_and_company_change_no_token(make_llm) -> None:
     assert [out.outputs[0].token_ids for out in together] == alone
 
 
-def test_the_choice_is_said_once_at_the_start(make_llm, caplog) -> None:
+def test_the_choice_is_logged_once_at_the_start(make_llm, caplog) -> None:
     with caplog.at_level(logging.INFO, "kvreclaim"):
         llm = make_llm()
     lines = [r for r in caplog.records if "kernels:" in r.getMessage()]

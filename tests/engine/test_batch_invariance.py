@@ -11,7 +11,7 @@ from settings import small
 from kvreclaim import LLM, SamplingParams
 from kvreclaim.errors import InvalidArgumentError
 
-ASKED = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3, prompt_logprobs=1)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=3, prompt_logprobs=1)
 DRAWN = SamplingParams(temperature=1.0, seed=7, max_tokens=24, ignore_eos=True, logprobs=3)
 REPEATED = tiny.prompts((75,), seed=3)[0]
 PROMPT = [*REPEATED, *REPEATED[:40], *tiny.prompts((190,), seed=4)[0], *REPEATED[:20]]
@@ -67,13 +67,13 @@ every_case = pytest.mark.parametrize("make", CASES, indirect=True)
 
 @every_case
 def test_the_same_in_every_chunk_order_and_company(make):
-    alone, drawn = make().generate(PROMPT, ASKED)[0], make().generate(PROMPT, DRAWN)[0]
+    alone, drawn = make().generate(PROMPT, GREEDY)[0], make().generate(PROMPT, DRAWN)[0]
     for chunk in (16, 64, 200):
         llm = make(max_num_batched_tokens=chunk, enable_prefix_caching=False, max_num_seqs=16)
-        assert seen(llm.generate(PROMPT, ASKED)[0]) == seen(alone), f"chunks of {chunk}"
-        outputs = llm.generate([*OTHERS, PROMPT, PROMPT], [ASKED] * 6 + [DRAWN])
+        assert seen(llm.generate(PROMPT, GREEDY)[0]) == seen(alone), f"chunks of {chunk}"
+        outputs = llm.generate([*OTHERS, PROMPT, PROMPT], [GREEDY] * 6 + [DRAWN])
         assert [seen(out) for out in outputs[-2:]] == [seen(alone), seen(drawn)], f"others first, {chunk}"
-        outputs = llm.generate([PROMPT, *reversed(OTHERS)], ASKED)
+        outputs = llm.generate([PROMPT, *reversed(OTHERS)], GREEDY)
         assert seen(outputs[0]) == seen(alone), f"others behind, {chunk}"
 
 
@@ -94,12 +94,12 @@ def test_the_same_after_preemption_and_with_a_prefix_hit(make):
 
 @every_case
 def test_the_same_with_drafts(make):
-    alone = make().generate(PROMPT, ASKED)[0]
+    alone = make().generate(PROMPT, GREEDY)[0]
     llm = make(
         max_num_batched_tokens=64,
         speculative_config={"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 1},
     )
-    outputs = llm.generate([*OTHERS, PROMPT], ASKED)
+    outputs = llm.generate([*OTHERS, PROMPT], GREEDY)
     assert llm.stats().totals.speculation.num_draft_tokens > 0
     assert seen(outputs[-1]) == seen(alone)
 
@@ -129,7 +129,7 @@ def test_what_depends_on_the_batch_is_refused(family, options, words, tiny_dir):
 def test_requests_that_compress_are_refused(make_llm):
     llm = make_llm(batch_invariant=True)
     with pytest.raises(InvalidArgumentError, match="policy query_mixture scores") as refusal:
-        llm.generate(PROMPT, ASKED, small())
+        llm.generate(PROMPT, GREEDY, small())
     assert refusal.value.field == "batch_invariant"
     (drafted,) = llm.generate(PROMPT, DRAWN, small(verify=True))
     assert seen(drafted) == seen(make_llm(batch_invariant=True).generate(PROMPT, DRAWN)[0])

@@ -121,11 +121,11 @@ def test_one_beam_is_greedy(make_llm):
 
 
 def test_blocks_and_copies_of_two_beams(make_llm, monkeypatch):
-    """Blocks of four tokens, a prompt of five, and beams that go on as they are told."""
+    """Blocks of four tokens, a prompt of five, and beams whose parents are prescribed."""
     parents = iter([[0, 0], [0, 0], [0, 0], [1, 0], [0, 1], [1, 1]])
     seen = []
 
-    def told(search, logits):
+    def prescribed(search, logits):
         note("computed")
         step = next(parents, None)
         return [] if step is None else [(parent, 5 + i) for i, parent in enumerate(step)]
@@ -134,7 +134,7 @@ def test_blocks_and_copies_of_two_beams(make_llm, monkeypatch):
         stats = llm.engine.memory.stats()
         seen.append((when, stats.in_use, stats.cow_copies))
 
-    monkeypatch.setattr(BeamSearch, "step", told)
+    monkeypatch.setattr(BeamSearch, "step", prescribed)
     llm = make_llm(block_size=4, kernels="reference", num_blocks=16, enable_prefix_caching=False)
     params = BeamSearchParams(beam_width=2, max_tokens=9)
     lifecycle, branches = llm.engine.lifecycle, llm.engine.output_processor.branches

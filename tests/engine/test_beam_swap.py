@@ -95,7 +95,7 @@ def test_searches_of_two_tenants(make_llm):
 
 
 def give_way_once(llm, monkeypatch, request):
-    """The search gives way in the first step in which all its beams run, and nobody begins in that."""
+    """Preempt the search in the first step in which all its beams run; no request begins in it."""
     scheduler = llm.engine.scheduler
     decide, held = scheduler._decide, []
 
@@ -114,7 +114,7 @@ def give_way_once(llm, monkeypatch, request):
 
 
 def test_what_beams_share_is_parked_once(make_llm, monkeypatch):
-    """In a step in which nobody else runs: what is parked is moved all the same."""
+    """In a step in which no other request runs: what is parked is moved all the same."""
     how = {"enable_prefix_caching": False, "block_size": 4}
     want = answers([make_llm(**how).beam_search(PROMPTS[0], WIDE)[0]])
     llm = make_llm(**how, **SWAP)

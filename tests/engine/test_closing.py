@@ -52,12 +52,12 @@ def test_the_thread_closes_it(llm):
     assert_closed(llm)
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_the_process_closes_it(llm, told):
-    """Told to stop, or alone since the server has gone."""
+@pytest.mark.parametrize("stops", [True, False])
+def test_the_process_closes_it(llm, stops):
+    """After a Stop message, or when the server has closed its end of the channel."""
     ours, theirs = socket.socketpair()
     channel = Channel(ours)
-    if told:
+    if stops:
         channel.send(Stop())
         channel.flush()
     else:

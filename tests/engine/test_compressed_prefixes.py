@@ -33,7 +33,7 @@ def config(policy, **fields):
     return CompressionConfig(policy, **{"budget": 32, "interval": 16, "sinks": 2, "recent": 4, **fields})
 
 
-def told(outputs):
+def with_logprobs(outputs):
     assert all(output.error is None for output in outputs)
     drawn = [output.outputs[0] for output in outputs]
     return [
@@ -51,7 +51,7 @@ def one_by_one(llm, compression):
     """The answers, and the prompt tokens that each one found."""
     outputs = [llm.generate(prompt, PARAMS, compression)[0] for prompt in at_document(PROMPTS)]
     llm.engine.memory.check()
-    return told(outputs), [output.metrics.num_cached_tokens for output in outputs]
+    return with_logprobs(outputs), [output.metrics.num_cached_tokens for output in outputs]
 
 
 def idle(llm):
@@ -167,13 +167,13 @@ def test_one_that_gives_way_to_another_is_moved_at_once(make_llm):
             engine.memory.pool.check()
             free = [block for block, refs in enumerate(engine.memory.pool.refs) if not refs]
             for plane in engine.cache.planes:
-                plane[:, free] = 1  # whoever has left them needs them no more
+                plane[:, free] = 1  # their last owners read them no more
             engine.memory.pool.clear_index()
     assert moved >= 2
     for prompt in prompts:
-        asked = with_options([prompt], compress_prompt_at=150)
-        (output,) = llm.generate(asked, PARAMS, compression)
-        (expected,) = alone.generate(asked, PARAMS, compression)
+        batch = with_options([prompt], compress_prompt_at=150)
+        (output,) = llm.generate(batch, PARAMS, compression)
+        (expected,) = alone.generate(batch, PARAMS, compression)
         assert output.metrics.num_cached_tokens == 150
         assert output.outputs[0].token_ids == expected.outputs[0].token_ids
     idle(llm)
@@ -199,9 +199,9 @@ def test_policy_objects_of_two_classes_share_no_prefix(make_llm):
     llm, classes = make_llm("llama"), [mine(1), mine(-1)]
     answers = []
     for policy in classes:
-        told, cached = one_by_one(llm, config(policy))
+        answer, cached = one_by_one(llm, config(policy))
         assert (cached[0], cached[1]) == (cached[0], len(DOCUMENT))
         assert cached[0] < len(DOCUMENT)
-        answers.append(told)
+        answers.append(answer)
     assert answers[0] != answers[1]
     idle(llm)

@@ -1,4 +1,4 @@
-"""A document is compressed, saved, and asked about in another engine, as if that had compressed it itself."""
+"""A document is compressed, saved, and queried in another engine, as if that had compressed it itself."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_equal_prompts(make_llm):
 @pytest.mark.parametrize("family", ["qwen3-next", "jamba"])
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 100}, {"max_num_seqs": 2}])
 def test_recurrent_layers(family, settings, tiny_dir):
-    """A state is kept where the prompts part, for those that wait; without room for states nobody waits."""
+    """A state is kept where the prompts part, for those that wait; without room for states none waits."""
     found = []
     for checkpoints in (0, 8):
         given = {"num_blocks": 200, "state_checkpoints": checkpoints, **settings}
@@ -67,7 +67,7 @@ def test_recurrent_layers(family, settings, tiny_dir):
 
 @pytest.mark.parametrize("policy", ["knorm", "query_mixture", "h2o", "quest"])
 def test_under_compression(policy, make_llm):
-    """Up to the first pass all is exact, and what needs all signals hits nothing, so it waits for nobody."""
+    """Up to the first pass all is exact, and what needs all signals hits nothing, so it does not wait."""
     compression = CompressionConfig(policy, budget=48, interval=16, sinks=2, recent=4)
     (twice, expected), (once, found) = computed_each(make_llm, PROMPTS, compression)
     assert found == expected
@@ -89,7 +89,7 @@ def test_a_compressed_document_that_several_ask_for_at_once(policy, make_llm):
     assert llm.engine.scheduler.snapshots.num_hits == len(PROMPTS) - 1
 
 
-def test_who_wants_every_row_of_its_prompt_waits_for_nobody(make_llm):
+def test_a_request_for_prompt_logprobs_waits_for_no_other(make_llm):
     llm = make_llm()
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     llm.generate([TEXT, TEXT], params)

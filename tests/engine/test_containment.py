@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import tiny
-from breaking import GREEDY, MANY, POISON, SAMPLED, answers, asked, run
+from breaking import GREEDY, MANY, POISON, SAMPLED, answers, every_kind, run
 from settings import assert_idle, small
 
 from kvreclaim import SamplingParams
@@ -15,7 +15,7 @@ from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 
 def test_a_sampler_that_fails_for_one_draws_the_same_for_others(make_llm, monkeypatch):
-    good = [(p, params, None) for (p, _, _), params in zip(asked(), [SAMPLED, MANY] * 4, strict=False)]
+    good = [(p, params, None) for (p, _, _), params in zip(every_kind(), [SAMPLED, MANY] * 4, strict=False)]
     llm = make_llm()
     expected = answers(run(llm, good))
 
@@ -43,7 +43,7 @@ def test_numbers_that_are_infinite_fail_their_request_only(make_llm):
     poisoned = []
 
     def blow_up(module, arguments, logits):
-        # the poisoned prompt is the one of the three whose rows are asked for first
+        # the poisoned prompt is the one of the three whose rows are computed first
         if poisoned:
             logits = logits.clone()
             logits[0, 0, 3] = float("inf")
@@ -159,7 +159,7 @@ def test_a_text_that_cannot_be_ended_does_not_keep_an_abort_from_its_blocks(make
     assert_idle(llm)
 
 
-def test_blocks_that_cannot_be_returned_are_missed_by_nobody_else(make_llm, monkeypatch, caplog):
+def test_blocks_that_cannot_be_returned_harm_no_other_request(make_llm, monkeypatch, caplog):
     llm = make_llm()
     engine, prompts = llm.engine, tiny.prompts((40, 41))
     expected = [out.outputs[0].token_ids for out in llm.generate(prompts, GREEDY)]

@@ -39,7 +39,7 @@ def params(num_tokens, **more):
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=0, **more)
 
 
-def told(tokens, reports):
+def with_probs(tokens, reports):
     return list(tokens), [reports[i][token].logprob for i, token in enumerate(tokens)]
 
 
@@ -75,7 +75,7 @@ def goes_on(llm, prompts, lengths, compression):
             engine.step()
         assert request.error is None
         drawn = seq.token_ids[seq.num_prompt :]
-        answers.append(told(drawn, seq.logprobs[-length:]))
+        answers.append(with_probs(drawn, seq.logprobs[-length:]))
     engine.abort("one")
     return answers
 
@@ -92,7 +92,7 @@ def test_as_one_request_that_runs_through_all_turns(policy, protect_prompt, make
         text += new
         answer, metrics = ask(llm, text, length, compression)
         assert answer.token_ids == expected[turn][0]
-        assert told(answer.token_ids, answer.logprobs)[1] == pytest.approx(expected[turn][1], abs=1e-4)
+        assert with_probs(answer.token_ids, answer.logprobs)[1] == pytest.approx(expected[turn][1], abs=1e-4)
         assert metrics.num_snapshot_tokens == metrics.num_cached_tokens == max(0, before - 1)
         text += answer.token_ids
     idle(llm)
@@ -150,7 +150,7 @@ def test_one_request_may_ask_for_it(make_llm):
 
 
 def test_exact_blocks_that_reach_as_far_are_used(make_llm):
-    """The second turn's prompt has been computed whole, for nobody's compression."""
+    """The second turn's prompt has been computed whole, without compression."""
     llm = make_llm(**ON, kv_cache_dtype="fp32")
     budget = config(budget=100, interval=80)
     answer, _ = ask(llm, PROMPT, FIRST, budget)
@@ -172,7 +172,7 @@ def test_scored_turns(make_llm):
             with_options([text], conversation_snapshots=True), [answer.token_ids], config()
         )
         assert before - 1 <= scored.metrics.num_snapshot_tokens <= before
-        assert scored.logprobs == pytest.approx(told(answer.token_ids, answer.logprobs)[1], abs=1e-4)
+        assert scored.logprobs == pytest.approx(with_probs(answer.token_ids, answer.logprobs)[1], abs=1e-4)
         text = text + answer.token_ids
 
 
@@ -264,10 +264,10 @@ def test_beside_compress_prompt_at(make_llm):
     assert metrics.num_snapshot_tokens == KEPT
     assert ask(llm, text[:255], 2)[1].num_snapshot_tokens == 250
     assert ask(llm, text + second.token_ids + LAST, 2)[1].num_snapshot_tokens == len(text) + FIRST - 1
-    asked = {"compress_prompt_at": 250, "conversation_snapshots": False}
-    again, metrics = ask(llm, text, **asked)
+    options = {"compress_prompt_at": 250, "conversation_snapshots": False}
+    again, metrics = ask(llm, text, **options)
     assert metrics.num_snapshot_tokens == 0
-    assert again.token_ids == ask(alone, text, **asked)[0].token_ids
+    assert again.token_ids == ask(alone, text, **options)[0].token_ids
     idle(llm)
 
 
@@ -303,7 +303,7 @@ def test_preempted_ones(host, make_llm, monkeypatch):
     idle(llm)
 
 
-def test_nobody_goes_on_from_what_may_be_wrong(make_llm, monkeypatch):
+def test_no_turn_goes_on_from_what_may_be_wrong(make_llm, monkeypatch):
     """A turn meets NaN: what it began with is forgotten."""
     llm = make_llm(**ON)
     text = conversation(llm)

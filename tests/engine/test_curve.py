@@ -42,9 +42,9 @@ def test_losses_are_the_fall_of_the_answers_probability(llm, stats, calibrated_d
     size = 24
     full = tiny.greedy(calibrated_dir("llama"), PROMPTS, size)
     documents = []
-    for prompt, said in zip(PROMPTS, full, strict=True):
+    for prompt, continuation in zip(PROMPTS, full, strict=True):
         answers = [range(i, i + 1) for i in range(8)] + [range(i, i + 2) for i in range(8, size, 2)]
-        documents.append(CurveDocument("prose", prompt, said, answers))
+        documents.append(CurveDocument("prose", prompt, continuation, answers))
     curve = measure_curve(llm, stats, documents, ("int8", "int4"))
     assert curve.policy == "knorm"
     assert curve.formats == ("auto", "int8", "int4")
@@ -86,6 +86,6 @@ def test_a_format_that_the_model_cannot_have_is_left_out(llm, stats, monkeypatch
 def _probability(model: PreTrainedModel, document: CurveDocument) -> float:
     """Of an answer, mean, in transformers with the full cache."""
     logits = model(torch.tensor([document.prompt + document.continuation])).logits[0]
-    said = logits[len(document.prompt) - 1 : -1].log_softmax(-1)
-    logprobs = said[torch.arange(len(said)), document.continuation]
+    rows = logits[len(document.prompt) - 1 : -1].log_softmax(-1)
+    logprobs = rows[torch.arange(len(rows)), document.continuation]
     return mean(logprobs[each.start : each.stop].sum().exp().item() for each in document.answers)

@@ -14,13 +14,13 @@ from kvreclaim.engine.extension import Extension, Extensions
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 MOST_FILES = 42
-"""That a plain request runs through, from its prompt to its last token."""
+"""Source files that a plain request runs through, from its prompt to its last token."""
 PLAIN = {"_state", "rates", "metrics", "state", "counts"}
-"""Parts that are plain data, which those who count write to."""
+"""Parts that are plain data, which counters write to."""
 
 
 class Counting(Extension):
-    """Notes what it is told, in its order."""
+    """Records its calls, in their order."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
-from breaking import GREEDY, POISON, Breaking, answers, asked, break_every_third, run
+from breaking import GREEDY, POISON, Breaking, answers, break_every_third, every_kind, run
 from recording import register
 from settings import assert_idle, small
 
@@ -16,7 +16,7 @@ from kvreclaim.ops.kv_cache import PagedTokens
 @pytest.mark.parametrize("block_size", [8, 16])
 def test_only_the_guilty_request_of_a_failing_pass_ends(block_size, make_llm):
     limits = {"block_size": block_size, "max_num_batched_tokens": 64, "enable_prefix_caching": False}
-    good = asked()
+    good = every_kind()
     expected = answers(run(make_llm(**limits), good))
     llm = make_llm(**limits)
     breaking = Breaking(llm, lambda ids: POISON in ids)
@@ -29,9 +29,9 @@ def test_only_the_guilty_request_of_a_failing_pass_ends(block_size, make_llm):
     assert_idle(llm)
 
 
-def test_a_pass_that_fails_for_no_ones_fault_ends_nobody(make_llm):
+def test_a_pass_that_fails_by_no_requests_fault_ends_none(make_llm):
     limits = {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
-    good = asked()
+    good = every_kind()
     expected = answers(run(make_llm(**limits), good))
     llm = make_llm(**limits)
     breaking = break_every_third(llm)

@@ -377,8 +377,8 @@ def draft_answers(llm: LLM, want: list[Any], prompts: list[list[int]]) -> None:
     """Let an engine draft what it is going to answer, the last draft often wrong."""
     known = {tuple(prompt): out.token_ids for prompt, out in zip(prompts, want, strict=True)}
 
-    def draft(asked: list[tuple[Any, int]]) -> None:
-        for seq, most in asked:
+    def draft(requested: list[tuple[Any, int]]) -> None:
+        for seq, most in requested:
             first = seq.num_generated
             seq.draft_ids = known[tuple(seq.token_ids[: seq.num_prompt])][first : first + most]
             if seq.draft_ids and first % 3:

@@ -156,7 +156,7 @@ def test_windows_keep_the_models_dtype_beside_codes(family, kernels, dtype, kv_f
 
 def test_formats_that_hold_nothing_else_are_refused(make_llm):
     skip = {"kv_cache_dtype_skip_layers": "sliding_window"}
-    for family, options, said in (
+    for family, options, message in (
         ("gemma2", {}, "kv_cache_dtype is fp32, beside which no other is kept"),
         (
             "gemma2",
@@ -177,7 +177,7 @@ def test_formats_that_hold_nothing_else_are_refused(make_llm):
             "share one block table .kv_offloading",
         ),
     ):
-        with pytest.raises(InvalidArgumentError, match=said):
+        with pytest.raises(InvalidArgumentError, match=message):
             make_llm(family, **options, **skip)
     with pytest.raises(InvalidArgumentError, match=r"kv_cache_dtype_skip_layers is .* sliding_window"):
         make_llm("gemma2", kv_cache_dtype="int8", kv_cache_dtype_skip_layers=["0"])
@@ -219,9 +219,9 @@ def test_the_next_turn_goes_on_behind_the_answer(family, make_llm):
     llm = make_llm(family, block_size=4, num_blocks=240)
     (prompt,) = tiny.prompts((50,), seed=5)
     (answer,) = llm.generate([prompt], GREEDY)
-    said = answer.outputs[0].token_ids
-    (turn,) = llm.generate([[*prompt, *said, 7, 8, 9]], GREEDY)
-    assert turn.metrics.num_cached_tokens == (len(prompt) + len(said) - 1) // 4 * 4
+    ids = answer.outputs[0].token_ids
+    (turn,) = llm.generate([[*prompt, *ids, 7, 8, 9]], GREEDY)
+    assert turn.metrics.num_cached_tokens == (len(prompt) + len(ids) - 1) // 4 * 4
     (without,) = llm.generate([[*prompt, 7, 8, 9]], GREEDY)
     assert without.metrics.num_cached_tokens == (len(prompt) - 1) // 4 * 4
     assert_idle(llm)
@@ -266,12 +266,12 @@ def test_refusals_name_the_option(make_llm, tmp_path):
 
 
 def test_chunks_take_tables_of_their_own(make_llm):
-    for options, said in (
+    for options, message in (
         ({"block_size": 32}, "block_size is 32, but layers of .* attend within chunks of 16 tokens"),
         ({"disable_hybrid_kv_cache_manager": True}, "which takes tables of their own; leave it out"),
         ({"kv_offloading_size": 0.01}, "no places in host memory; leave it out"),
     ):
-        with pytest.raises(InvalidArgumentError, match=said):
+        with pytest.raises(InvalidArgumentError, match=message):
             make_llm("llama4", **options)
 
 
@@ -289,9 +289,9 @@ def test_prompts_that_end_anywhere_in_a_chunk(make_llm, tiny_dir):
     for most in (7, 16, 40):
         llm = make_llm("llama4", block_size=4, num_blocks=2000, max_num_batched_tokens=most)
         for cut in (0, 1, 3, 8):
-            again = [[*prompt, *said[: 4 * cut]] for prompt, said in zip(prompts, want, strict=True)]
+            again = [[*prompt, *answer[: 4 * cut]] for prompt, answer in zip(prompts, want, strict=True)]
             outputs = llm.generate(again, params)
-            assert [t[: 34 - 4 * cut] for t in tokens(outputs)] == [said[4 * cut :] for said in want]
+            assert [t[: 34 - 4 * cut] for t in tokens(outputs)] == [answer[4 * cut :] for answer in want]
             if cut:
                 hits = [out.metrics.num_cached_tokens for out in outputs]
                 assert hits == [(len(prompt) - 1) // 4 * 4 for prompt in again]

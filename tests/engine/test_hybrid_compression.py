@@ -20,7 +20,7 @@ from checking import (
 from prefill_shadow import PrefillShadow
 from settings import assert_idle, small, with_options
 from shadow import Shadow
-from test_conversations import FIRST, NEW, PROMPT, ask, config, conversation, goes_on, params, told
+from test_conversations import FIRST, NEW, PROMPT, ask, config, conversation, goes_on, params, with_probs
 from test_groups import EveryShadow
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -130,7 +130,7 @@ def test_turns_go_on_from_what_was_kept_and_its_state(family, make_llm):
     answer, metrics = ask(llm, conversation(llm, config("knorm")), 10, config("knorm"))
     assert metrics.num_snapshot_tokens == len(PROMPT) + FIRST - 1
     assert answer.token_ids == expected[1][0]
-    assert told(answer.token_ids, answer.logprobs)[1] == pytest.approx(expected[1][1], abs=1e-4)
+    assert with_probs(answer.token_ids, answer.logprobs)[1] == pytest.approx(expected[1][1], abs=1e-4)
 
 
 @pytest.mark.parametrize("host", [0.0, 0.01])

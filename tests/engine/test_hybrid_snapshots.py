@@ -24,9 +24,9 @@ def prompts(question):
     ]
 
 
-def asked(llm, some, policy):
-    """One after the other: tokens, and how many of each prompt were found."""
-    outputs = [llm.generate([prompt], GREEDY, small(policy, budget=48, interval=16))[0] for prompt in some]
+def run(llm, batch, policy):
+    """Generate one after the other; return the tokens, and the cached tokens of each prompt."""
+    outputs = [llm.generate([prompt], GREEDY, small(policy, budget=48, interval=16))[0] for prompt in batch]
     assert [output.error for output in outputs] == [None] * len(outputs)
     llm.engine.memory.check()
     return [output.outputs[0].token_ids for output in outputs], [
@@ -43,7 +43,7 @@ def expected(make_llm):
         key = family, policy, len(question)
         if key not in KNOWN:
             alone = make_llm(family, prefix_snapshot_fraction=0.0, enable_prefix_caching=False)
-            KNOWN[key] = asked(alone, prompts(question), policy)[0]
+            KNOWN[key] = run(alone, prompts(question), policy)[0]
         return KNOWN[key]
 
     return answers
@@ -65,10 +65,10 @@ def test_they_move_to_the_host_and_back(family, policy, make_llm, expected):
     """One may be on the device at a time."""
     llm = make_llm(family, state_checkpoints=1, kv_offloading_size=0.02)
     snapshots = llm.engine.scheduler.snapshots
-    assert asked(llm, prompts(FIRST), policy) == (expected(family, policy, FIRST), [0, 0, 0])
+    assert run(llm, prompts(FIRST), policy) == (expected(family, policy, FIRST), [0, 0, 0])
     assert [snapshots.is_parked(one) for one in snapshots] == [True, True, False]
     for _ in range(2):
-        assert asked(llm, prompts(SECOND), policy) == (expected(family, policy, SECOND), LENGTHS)
+        assert run(llm, prompts(SECOND), policy) == (expected(family, policy, SECOND), LENGTHS)
         assert sum(not snapshots.is_parked(one) for one in snapshots) <= 1
     together = llm.generate(prompts(SECOND) + prompts(FIRST), GREEDY, small(policy, budget=48, interval=16))
     found = [output.outputs[0].token_ids for output in together]
@@ -88,9 +88,9 @@ def test_without_room_for_its_state_none_goes_to_the_host(make_llm, expected):
         "lfm2", state_checkpoints=1, kv_offloading_size=0.02, kv_offloading_state_fraction=fraction
     )
     snapshots = llm.engine.scheduler.snapshots
-    asked(llm, prompts(FIRST), "knorm")
+    run(llm, prompts(FIRST), "knorm")
     assert [snapshots.is_parked(one) for one in snapshots] in ([True, True, False], [True, False])
-    assert asked(llm, prompts(SECOND), "knorm")[0] == expected("lfm2", "knorm", SECOND)
+    assert run(llm, prompts(SECOND), "knorm")[0] == expected("lfm2", "knorm", SECOND)
 
 
 @pytest.mark.parametrize("policy", BOTH)
@@ -98,11 +98,11 @@ def test_without_room_for_its_state_none_goes_to_the_host(make_llm, expected):
 def test_after_a_restart(family, policy, tmp_path, make_llm, expected):
     options = tiers(tmp_path, kv_offloading_size=0.02, kv_offloading_disk_size=0.1)
     first = make_llm(family, **options)
-    asked(first, prompts(FIRST), policy)
+    run(first, prompts(FIRST), policy)
     settled(first)
     first.close()
     llm = make_llm(family, **options)
-    assert asked(llm, prompts(SECOND), policy) == (expected(family, policy, SECOND), LENGTHS)
+    assert run(llm, prompts(SECOND), policy) == (expected(family, policy, SECOND), LENGTHS)
     assert llm.engine.tier_stats().prefixes.hits == 3
     llm.close()
 
@@ -117,7 +117,7 @@ def test_saved_sessions(family, policy, place, tmp_path, make_llm, expected):
         "disk": tiers(tmp_path / "disk", kv_offloading_size=0.02, kv_offloading_disk_size=0.1),
     }[place]
     llm = make_llm(family, **options)
-    asked(llm, prompts(FIRST), policy)
+    run(llm, prompts(FIRST), policy)
     if place == "disk":
         settled(llm)
         llm.close()
@@ -132,13 +132,13 @@ def test_saved_sessions(family, policy, place, tmp_path, make_llm, expected):
     llm = make_llm(family, num_blocks=150)
     llm.load_session(path)
     llm.engine.memory.check()
-    found = asked(llm, prompts(SECOND)[:1], policy)
+    found = run(llm, prompts(SECOND)[:1], policy)
     assert found == (expected(family, policy, SECOND)[:1], LENGTHS[:1])
 
 
 def test_a_file_without_its_state_is_refused(tmp_path, make_llm):
     llm, path = make_llm("lfm2"), tmp_path / "a.session"
-    asked(llm, prompts(FIRST)[:1], "knorm")
+    run(llm, prompts(FIRST)[:1], "knorm")
     (saved,) = with_options([DOCUMENTS[0]], compress_prompt_at=LENGTHS[0])
     llm.save_session(saved, path, compression=small("knorm", budget=48, interval=16))
     file = SessionFile.load(path, llm.engine.sessions.fields)

@@ -10,7 +10,7 @@ from breaking import Breaking, break_every_third
 from checking import tokens
 from settings import assert_idle
 from test_beam_search import generated
-from test_prompt_logprobs import asking, check, oracle
+from test_prompt_logprobs import check, oracle, reporting
 
 from kvreclaim import LLM, BeamSearchParams, SamplingParams
 from kvreclaim.engine.speculative import draft_model
@@ -36,14 +36,14 @@ def make_hybrid(tiny_dir):
 def test_a_pass_that_fails_changes_no_state(family, drafts, make_hybrid, tiny_dir):
     """Layers before the last one have written theirs by then; each sequence is computed again alone."""
     expected = tiny.greedy(tiny_dir(family), PROMPTS, 20)
-    said = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, expected, strict=True)}
+    answers = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, expected, strict=True)}
     guesses = {"num_speculative_tokens": drafts} if drafts else None
     llm = make_hybrid(family, speculative_config=guesses)
 
-    def draft(asked):
-        for seq, most in asked:
+    def draft(requested):
+        for seq, most in requested:
             right = len(seq.token_ids) % 3
-            known = said[tuple(seq.token_ids[: seq.num_prompt])][seq.num_generated :][:right]
+            known = answers[tuple(seq.token_ids[: seq.num_prompt])][seq.num_generated :][:right]
             seq.draft_ids = [*known, *[0] * most][:most]
 
     if drafts:
@@ -85,7 +85,7 @@ def test_beams_are_those_of_transformers(family, make_hybrid, tiny_dir):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_and_log_probabilities_of_prompts(family, make_hybrid, tiny_dir):
     llm, (prompt, continuation) = make_hybrid(family, max_num_batched_tokens=7), tiny.prompts((33, 9), seed=5)
-    output = llm.generate(prompt, asking(2))[0]
+    output = llm.generate(prompt, reporting(2))[0]
     check(output.prompt_logprobs, prompt, oracle(tiny_dir(family), prompt), 2)
     scores = llm.score([prompt], [continuation])[0]
     rows = oracle(tiny_dir(family), prompt + continuation)[len(prompt) - 1 :]
@@ -142,9 +142,9 @@ def test_states_behind_refused_drafts(family, make_hybrid, tiny_dir, confident):
     drafter, counts, wrong = llm.engine.drafter, llm.engine.totals.speculation, [0]
     draft = drafter.draft
 
-    def spoilt(asked):
-        draft(asked)
-        for seq, _ in asked:
+    def spoilt(requested):
+        draft(requested)
+        for seq, _ in requested:
             if len(seq.draft_ids) > 1 and len(seq.token_ids) % 3 == 0:
                 place = len(seq.token_ids) // 3 % len(seq.draft_ids)
                 seq.draft_ids[place] = (seq.draft_ids[place] + 1) % 271

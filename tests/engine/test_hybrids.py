@@ -132,8 +132,8 @@ def test_drafts_change_nothing(family, tiny_dir, expected: Expected) -> None:
     """Of a row some drafts stand and some do not: the state behind the last one that stands goes on."""
     answers = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, expected(family), strict=True)}
 
-    def draft(asked: list[tuple[Sequence, int]]) -> None:
-        for seq, most in asked:
+    def draft(requested: list[tuple[Sequence, int]]) -> None:
+        for seq, most in requested:
             drawn, right = seq.num_generated, len(seq.token_ids) % 4
             known = answers[tuple(seq.token_ids[: seq.num_prompt])][drawn : drawn + right]
             seq.draft_ids = [*known, *[0] * most][:most]

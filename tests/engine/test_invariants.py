@@ -81,7 +81,7 @@ def test_a_preempted_compressed_request_gives_the_same_tokens(policy, make_llm):
 
 
 def test_admission_leaves_room_for_growth_that_is_known(make_llm):
-    """Compressed sequences peak at budget + interval: nobody is admitted into what they will still take."""
+    """Compressed sequences peak at budget + interval: no request is admitted into their last blocks."""
     llm = make_llm(block_size=8, num_blocks=17, max_num_batched_tokens=32)
     running = []
     params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)

@@ -83,7 +83,7 @@ class Backwards(Knorm):
         return -super().score(view)
 
 
-def test_a_policy_that_overrides_score_alone_is_asked_view_by_view(make_llm, monkeypatch):
+def test_a_policy_that_overrides_score_alone_is_called_view_by_view(make_llm, monkeypatch):
     monkeypatch.setattr(registry, "_BUILT_IN", registry._BUILT_IN | {"backwards": Backwards})
     options = {"block_size": 16, "max_num_batched_tokens": 512}
     found, _, most = compressed(make_llm(**options), "backwards", monkeypatch, alone=False)

@@ -68,20 +68,20 @@ def plain() -> PlainText:
 @pytest.mark.parametrize("template", [CHATML, LLAMA, SPLITTING])
 @given(words=st.lists(st.sampled_from(PIECES), max_size=8))
 def test_only_the_template_writes_control_tokens(plain: PlainText, template: str, words: list[str]):
-    tokenizer, said = plain.tokenizer, "".join(words)
-    ids = ids_of(plain, template, [{"role": "user", "content": said}])
+    tokenizer, content = plain.tokenizer, "".join(words)
+    ids = ids_of(plain, template, [{"role": "user", "content": content}])
     control = [token for token in ids if token in control_ids(tokenizer)]
     harmless = ids_of(plain, template, [{"role": "user", "content": "a"}])
     assert control == [token for token in harmless if token in control_ids(tokenizer)]
     if template != SPLITTING:
         text = tokenizer.decode(ids)
-        assert said.strip() in text, "and it is read as it was written"
+        assert content.strip() in text, "and it is read as it was written"
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA, TOOLS, SPLITTING])
-@given(said=st.text(max_size=40).filter(lambda text: "<|im" not in text and "<eos>" not in text))
-def test_harmless_text_has_the_ids_that_it_always_had(plain: PlainText, template: str, said: str):
-    messages = [{"role": "user", "content": said.encode("utf-8", "replace").decode()}]
+@given(content=st.text(max_size=40).filter(lambda text: "<|im" not in text and "<eos>" not in text))
+def test_harmless_text_has_the_ids_that_it_always_had(plain: PlainText, template: str, content: str):
+    messages = [{"role": "user", "content": content.encode("utf-8", "replace").decode()}]
     theirs = plain.tokenizer.apply_chat_template(
         messages, chat_template=template, add_generation_prompt=True, return_dict=False
     )

@@ -52,14 +52,14 @@ def test_the_models_length_is_lowered_to_what_the_pool_holds(make_llm, caplog):
     with caplog.at_level(logging.WARNING):
         llm = make_llm(**SMALL)
     assert llm.engine.max_model_len == 80
-    [said] = [record.message for record in caplog.records if "max_model_len" in record.message]
-    assert said.startswith("max_model_len is 80, not 512, the model's: ")
+    [line] = [record.message for record in caplog.records if "max_model_len" in record.message]
+    assert line.startswith("max_model_len is 80, not 512, the model's: ")
     assert (
-        "may need 512 slots, but the pool holds 80 (10 blocks of 8); to have more, raise num_blocks" in said
+        "may need 512 slots, but the pool holds 80 (10 blocks of 8); to have more, raise num_blocks" in line
     )
 
 
-def test_a_length_that_was_said_and_that_the_pool_cannot_hold_is_refused(make_llm):
+def test_a_length_that_is_set_and_that_the_pool_cannot_hold_is_refused(make_llm):
     message = (
         r"max_model_len is 81, .* need 81 slots, but the pool holds 80 .*; lower it to 80, or leave it out"
     )
@@ -112,7 +112,7 @@ def test_all_requests_of_max_model_len_are_served_and_longer_ones_are_not(family
 
 
 def test_a_sibling_chooses_from_the_memory_that_is_free_now(make_llm, monkeypatch):
-    """And no longer blames a number that nobody said."""
+    """And no longer blames a number that was never passed."""
     llm = make_llm(num_blocks=None, max_num_seqs=4)
     chosen = llm.engine.config
     block_bytes = llm.engine.cache.bytes_per_block
@@ -121,7 +121,7 @@ def test_a_sibling_chooses_from_the_memory_that_is_free_now(make_llm, monkeypatc
     assert (chosen.num_blocks, llm.engine.max_model_len) == (4 * 512 // 16, 512)
     assert (other.engine.config.num_blocks, other.engine.max_model_len) == (20, 20 * 16)
     assert other.engine.config.max_signal_bytes <= 20 * block_bytes < chosen.max_signal_bytes
-    assert other.sibling(num_blocks=9).sibling().engine.config.num_blocks == 9, "what was said stays"
+    assert other.sibling(num_blocks=9).sibling().engine.config.num_blocks == 9, "what was passed stays"
 
 
 @pytest.mark.parametrize(

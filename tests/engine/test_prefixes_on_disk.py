@@ -133,14 +133,14 @@ print(json.dumps([output.outputs[0].token_ids, output.metrics.num_disk_tokens]))
 def test_another_process_finds_it(tmp_path, make_llm, calibrated_dir):
     expected, _ = ask(make_llm(**alone()), PROMPTS[1])
     filled(tmp_path, make_llm)
-    told = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", ASKER, str(calibrated_dir("llama")), str(tmp_path), str(32e6 / GIB)],
         capture_output=True,
         text=True,
         check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "7"},
     )
-    assert json.loads(told.stdout) == [list(expected[0]), len(DOCUMENT)]
+    assert json.loads(process.stdout) == [list(expected[0]), len(DOCUMENT)]
 
 
 def test_damage_is_a_miss(tmp_path, make_llm):
@@ -231,8 +231,8 @@ def test_every_load_policy(policy, tmp_path, make_llm):
     llm.close()
 
 
-def test_a_disk_that_hangs_holds_nobody_up(tmp_path, make_llm):
-    """A request waits as long as it was told; what comes after all lies on the host for the next one."""
+def test_a_disk_that_hangs_holds_no_request_up(tmp_path, make_llm):
+    """A request waits until kv_load_timeout; what is loaded after all lies on the host for the next one."""
     expected = [ask(make_llm(**alone()), prompt)[0] for prompt in PROMPTS]
     filled(tmp_path, make_llm)
     llm = make_llm(**tiers(tmp_path, kv_load_policy="timeout", kv_load_timeout=0.02))
@@ -330,7 +330,7 @@ def test_a_reset_is_for_good(tmp_path, make_llm):
 
 
 def test_a_small_host_and_a_small_pool(tmp_path, make_llm):
-    """Snapshots take turns on device, host and disk; nobody gets another answer."""
+    """Snapshots take turns on device, host and disk; no answer changes."""
     documents = [tiny.prompts((150,), seed=seed)[0] for seed in range(5)]
     oracle = make_llm(**alone())
     options = {"num_blocks": 24, "kv_offloading_size": 0.3e6 / GIB, "prefix_snapshot_fraction": 0.3}

@@ -13,7 +13,7 @@ from kvreclaim.engine.sampling.logprobs import report, report_prompt
 from kvreclaim.errors import InvalidArgumentError
 
 
-def asking(num_top=2, **fields):
+def reporting(num_top=2, **fields):
     return SamplingParams(
         **{"temperature": 0.0, "max_tokens": 6, "ignore_eos": True, **fields}, prompt_logprobs=num_top
     )
@@ -40,9 +40,9 @@ def check(found, prompt, want, num_top):
 def test_they_are_those_of_transformers(num_top, chunk, make_llm, calibrated_dir):
     llm = make_llm(max_num_batched_tokens=chunk)
     for prompt in tiny.prompts((1, 2, 16, 45), seed=3):
-        plain = llm.generate(prompt, asking(None))[0]
+        plain = llm.generate(prompt, reporting(None))[0]
         assert plain.prompt_logprobs is None
-        out = llm.generate(prompt, asking(num_top))[0]
+        out = llm.generate(prompt, reporting(num_top))[0]
         check(out.prompt_logprobs, prompt, oracle(calibrated_dir("llama"), prompt), num_top)
         assert out.metrics.num_cached_tokens == 0, "a hit would leave tokens without logits"
         assert out.outputs[0].token_ids == plain.outputs[0].token_ids
@@ -52,7 +52,7 @@ def test_they_are_those_of_transformers(num_top, chunk, make_llm, calibrated_dir
 def test_among_others_and_with_several_outputs(make_llm, calibrated_dir):
     llm = make_llm(max_num_batched_tokens=24)
     prompts = tiny.prompts((40, 33, 21), seed=5)
-    params = [asking(2, n=3, temperature=1.0, seed=1), asking(None), asking(1, logprobs=2)]
+    params = [reporting(2, n=3, temperature=1.0, seed=1), reporting(None), reporting(1, logprobs=2)]
     outputs = llm.generate(prompts, params)
     for i, num_top in ((0, 2), (2, 1)):
         check(outputs[i].prompt_logprobs, prompts[i], oracle(calibrated_dir("llama"), prompts[i]), num_top)
@@ -65,7 +65,7 @@ def test_a_prompt_that_is_preempted_half_way(make_llm, calibrated_dir):
     decoding = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     engine.add_request("decoding", tiny.prompts((6,))[0], decoding)
     engine.step()
-    request = engine.add_request("asking", prompt, asking(2))
+    request = engine.add_request("asking", prompt, reporting(2))
     half_way = 0
     while engine.has_unfinished:
         before = len(request.prompt_logprobs)
@@ -84,18 +84,18 @@ def test_through_a_compressed_cache_they_are_the_scores(policy, make_llm):
     config, prompt = small(policy), tiny.prompts((70,), seed=7)[0]
     (score,) = llm.score([prompt[:1]], [prompt[1:]], config)
     (plain,) = llm.score([prompt[:1]], [prompt[1:]])
-    (out,) = llm.generate(prompt, asking(0), config)
+    (out,) = llm.generate(prompt, reporting(0), config)
     assert out.metrics.compactions > 2
     found = [line[token].logprob for token, line in zip(prompt[1:], out.prompt_logprobs[1:], strict=True)]
     assert found == pytest.approx(score.logprobs, abs=1e-4)
     assert found != pytest.approx(plain.logprobs, abs=1e-2)
 
 
-def test_a_later_request_hits_what_the_asking_one_computed(make_llm):
+def test_a_later_request_hits_what_prompt_logprobs_computed(make_llm):
     llm = make_llm(block_size=8)
     prompt = tiny.prompts((40,))[0]
-    llm.generate(prompt, asking(1))
-    assert llm.generate(prompt, asking(None))[0].metrics.num_cached_tokens == 32
+    llm.generate(prompt, reporting(1))
+    assert llm.generate(prompt, reporting(None))[0].metrics.num_cached_tokens == 32
 
 
 def test_a_prompt_is_reported_a_few_rows_at_a_time(monkeypatch):
@@ -112,7 +112,7 @@ def test_a_prompt_is_reported_a_few_rows_at_a_time(monkeypatch):
 def test_a_scored_request_has_its_own_way(make_llm):
     llm = make_llm()
     with pytest.raises(InvalidArgumentError, match="prompt_logprobs"):
-        llm.engine.add_request("r", [1, 2], asking(1), continuation=[3])
+        llm.engine.add_request("r", [1, 2], reporting(1), continuation=[3])
     with pytest.raises(InvalidArgumentError, match="prompt_logprobs is -2"):
-        asking(-2)
+        reporting(-2)
     assert_idle(llm)

@@ -1,4 +1,4 @@
-"""Prompts that are read again at their end: what is paid, to whom it is told, where it is refused."""
+"""Prompts that are read again at their end: their attention, the policies that receive it, and refusals."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def paid_by_repetitions(model, tokenizer, context: list[int], part: int) -> list
     """[K, T] of each layer: transformers' own probabilities over the context and one repetition at a time."""
     length, best = len(context), None
     for start in range(0, length, part):
-        asked = []
+        instruction = []
         if tokenizer is not None and start == 0:
-            asked = tokenizer.encode("\n\nRepeat the previous context:\n")
+            instruction = tokenizer.encode("\n\nRepeat the previous context:\n")
         elif tokenizer is not None:
-            asked = tokenizer.encode("\n\nRepeat the part of the previous context starting with: ")
-            asked += context[start - 8 : start] + tokenizer.encode("\n")
-        row = torch.tensor([context + asked + context[start : start + part]])
+            instruction = tokenizer.encode("\n\nRepeat the part of the previous context starting with: ")
+            instruction += context[start - 8 : start] + tokenizer.encode("\n")
+        row = torch.tensor([context + instruction + context[start : start + part]])
         with torch.inference_mode():
             layers = model(row, output_attentions=True).attentions
         heads = model.config.num_key_value_heads

@@ -1,4 +1,4 @@
-"""Log-probabilities that cross processes: the same after any way, and none made before somebody looks."""
+"""Log-probabilities that cross processes: the same after any way, and none made before they are read."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ UPDATES = [
 def test_news_cross_whole():
     """A token and its text in one way, everything else in another: nothing is left out in either."""
     news = [(f"request-{i}", Update(**facts)) for i, facts in enumerate(UPDATES)]
-    told = pickle.loads(pickle.dumps(EngineUpdate(3, news, "its death")))
-    assert (told.num_waiting, told.death, len(told.news)) == (3, "its death", len(news))
-    crossed = dict(told.news)
+    received = pickle.loads(pickle.dumps(EngineUpdate(3, news, "its death")))
+    assert (received.num_waiting, received.death, len(received.news)) == (3, "its death", len(news))
+    crossed = dict(received.news)
     for name, update in news:
         assert plain(crossed[name]) == plain(update), name
         assert crossed[name] is not update

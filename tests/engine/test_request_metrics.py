@@ -1,4 +1,4 @@
-"""What a request and a step are said to have cost, and what the memory is told of a request."""
+"""Metrics of requests and steps, and the retention and priority that reach the memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_indexed_tokens_count_the_prompt_also_of_scored_requests(make_llm):
     assert llm.score([prompt], [continuation])[0].metrics.num_indexed_tokens <= 20
 
 
-def told_of_pins(llm, monkeypatch):
+def recorded_pins(llm, monkeypatch):
     pinned, pin = [], llm.engine.memory.pin
 
     def noted(seq_id, retention, owner):
@@ -76,9 +76,9 @@ def ask_thrice(engine, kept):
     engine.add_request("none", tiny.prompts((20,), seed=9)[0], GREEDY, tenant="one")
 
 
-def test_the_memory_is_told_of_retention_once_when_the_prompt_is_there(make_llm, monkeypatch):
+def test_the_memory_pins_retention_once_when_the_prompt_is_there(make_llm, monkeypatch):
     llm = make_llm(block_size=8, num_blocks=60, max_num_batched_tokens=16)
-    engine, pinned = llm.engine, told_of_pins(llm, monkeypatch)
+    engine, pinned = llm.engine, recorded_pins(llm, monkeypatch)
     kept = [Retention(16, 300.0), Retention(8, 3600.0)]
     ask_thrice(engine, kept)
     while engine.has_unfinished:
@@ -118,19 +118,19 @@ def test_a_share_of_nothing_pins_nothing(make_llm):
     assert (stats.pinned, stats.pins_refused) == (0, 3)
 
 
-def test_the_memory_is_told_of_priority(make_llm, monkeypatch):
+def test_the_memory_admits_with_priority(make_llm, monkeypatch):
     llm = make_llm(scheduling_policy="priority", eviction_policy="priority")
-    admit, told = llm.engine.memory.admit, []
+    admit, priorities = llm.engine.memory.admit, []
     monkeypatch.setattr(
         llm.engine.memory,
         "admit",
-        lambda *args, priority, **rest: told.append(priority) or admit(*args, **rest),
+        lambda *args, priority, **rest: priorities.append(priority) or admit(*args, **rest),
     )
     for priority in (3, -2):
         llm.engine.add_request(f"r{priority}", [1, 2, 3], GREEDY, priority=priority)
     while llm.engine.has_unfinished:
         llm.engine.step()
-    assert told == [-2, 3]
+    assert priorities == [-2, 3]
 
 
 @pytest.mark.parametrize("order", ["lru", "slru", "priority"])

@@ -143,8 +143,8 @@ class Counted(list):
         return super().__iter__()
 
 
-def test_a_stream_copies_nothing_that_it_has_said(make_llm):
-    """What is new at each token, and everything of the outputs that somebody looks at."""
+def test_a_stream_copies_nothing_that_it_has_sent(make_llm):
+    """It copies what is new at each token, and all of the outputs that are read."""
     llm, num_tokens = make_llm(enable_prefix_caching=False), 200  # whose keys would hold the same lists
     params = SamplingParams(
         temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=1, prompt_logprobs=0

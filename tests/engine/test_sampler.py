@@ -36,7 +36,7 @@ def row(
 
 
 def sample(logits: torch.Tensor, rows: list[SampleRow]) -> tuple[list[int], list[dict[int, Logprob] | None]]:
-    """A token for each row of logits [N, V] fp32 (changed in place), and the log-probabilities asked for."""
+    """A token for each row of logits [N, V] fp32 (changed in place), and its log-probabilities, if any."""
     found = _sample(logits, rows, [row.key() for row in rows])
     return [one.token for one in found], [one.logprobs for one in found]
 
@@ -111,7 +111,7 @@ def short(p: SamplingParams) -> str:
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=short)
-def test_many_draws_have_the_distribution_that_was_asked_for(params: SamplingParams) -> None:
+def test_many_draws_have_the_distribution_of_their_params(params: SamplingParams) -> None:
     logits = noise(1, VOCAB)
     assert_drawn_from(draw(logits, row(params)), distribution(logits, params))
 

@@ -1,4 +1,4 @@
-"""Who runs first, who is preempted, and what is said about it."""
+"""Which requests run first, which are preempted, and what is logged about it."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ def test_the_victim_is_the_last_to_come_or_the_least_important(policy, victims, 
     assert [r.request_id for r in requests if r.metrics.preemptions] == victims
     assert [r.output().outputs[0].token_ids for r in requests] == alone
     assert sum(engine.totals.preemptions.values()) == sum(r.metrics.preemptions for r in requests) > 0
-    said = [record.getMessage() for record in caplog.records if "is preempted" in record.getMessage()]
-    assert len(said) == engine.totals.num_preemptions
-    assert all(f"request {victims[0]} (output 0" in line for line in said)
+    lines = [record.getMessage() for record in caplog.records if "is preempted" in record.getMessage()]
+    assert len(lines) == engine.totals.num_preemptions
+    assert all(f"request {victims[0]} (output 0" in line for line in lines)
     assert_idle(llm)
 
 
-def test_every_reason_of_a_preemption_is_told(make_llm, caplog):
+def test_every_reason_of_a_preemption_is_logged(make_llm, caplog):
     """A prompt's next chunk, a next token, or its own: counted apart, and all are there from the start."""
     engine = make_llm(scheduling_policy="priority", block_size=8, num_blocks=14).engine
     assert engine.totals.preemptions == {"decode": 0, "prefill": 0, "itself": 0, "fairness": 0}
@@ -102,9 +102,9 @@ def test_every_reason_of_a_preemption_is_told(make_llm, caplog):
             for _ in range(rng.randrange(8)):
                 engine.step()
         finish(engine, [r for r in requests if not r.finished])
-    said = [record.getMessage() for record in caplog.records if "is preempted" in record.getMessage()]
+    lines = [record.getMessage() for record in caplog.records if "is preempted" in record.getMessage()]
     for reason, count in engine.totals.preemptions.items():
-        assert sum(f"reason {reason}:" in line for line in said) == count
+        assert sum(f"reason {reason}:" in line for line in lines) == count
     assert engine.totals.preemptions["decode"] > 0
     assert engine.totals.preemptions["itself"] > 0
 
@@ -123,7 +123,7 @@ def test_a_chunk_of_a_prompt_preempts_the_less_important(make_llm):
     assert_idle(llm)
 
 
-def test_who_waits_preempts_nobody_however_important(make_llm):
+def test_a_waiting_request_preempts_none_however_important(make_llm):
     llm = make_llm(scheduling_policy="priority", block_size=8, num_blocks=8)
     engine = llm.engine
     first = add(engine, "first", priority=9, length=40, max_tokens=10)

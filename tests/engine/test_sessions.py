@@ -74,7 +74,7 @@ def test_out_of_every_tier(tmp_path, make_llm):
     assert one == other
 
 
-def test_a_salt_is_asked_for_again(tmp_path, make_llm):
+def test_a_salt_is_needed_again(tmp_path, make_llm):
     llm = make_llm()
     answer(llm, salt="a")
     with pytest.raises(InvalidArgumentError, match="nothing of these 133 tokens is cached"):
@@ -127,7 +127,7 @@ def test_another_engine_refuses_it_by_name(change, field, tmp_path, make_llm):
     assert error.value.field == field
 
 
-def test_room_is_asked_for_first(tmp_path, make_llm):
+def test_room_is_checked_first(tmp_path, make_llm):
     llm = make_llm()
     answer(llm)
     llm.save_session(PROMPT, tmp_path / "a.session")

@@ -37,7 +37,7 @@ def run(llm, policy, prompts, watch):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_stores_hold_what_was_said(policy, make_llm):
+def test_stores_take_no_more_than_signal_bytes(policy, make_llm):
     llm = make_llm(block_size=8, max_num_batched_tokens=64, enable_prefix_caching=False)
     engine, most = llm.engine, [0]
 

@@ -79,8 +79,8 @@ def test_recent_queries_attend_as_transformers_rows_do(family, chunk, window, ma
 def test_signals_follow_their_slots_through_every_pass(family, make_llm, monkeypatch):
     llm = make_llm(family, enable_prefix_caching=False, max_num_batched_tokens=32)
     shadow = SignalShadow(llm, monkeypatch)
-    asking = config("observed" if family in tiny.LATENT else "all")
-    outputs = llm.generate(tiny.prompts((70, 9, 33), seed=3), GREEDY, asking)
+    compression = config("observed" if family in tiny.LATENT else "all")
+    outputs = llm.generate(tiny.prompts((70, 9, 33), seed=3), GREEDY, compression)
     assert [out.error for out in outputs] == [None] * 3
     assert all(out.metrics.compactions >= 2 for out in outputs)
     num_passes = sum(out.metrics.compactions for out in outputs)
@@ -93,8 +93,8 @@ def test_signals_follow_their_slots_through_every_pass(family, make_llm, monkeyp
 def test_signals_follow_whole_blocks(family, make_llm, monkeypatch):
     llm = make_llm(family, enable_prefix_caching=False, block_size=8, max_num_batched_tokens=32)
     shadow = SignalShadow(llm, monkeypatch)
-    asking = config("all", "block-recorder", budget=32, recent=6)
-    outputs = llm.generate(tiny.prompts((70, 9, 33), seed=3), GREEDY, asking)
+    compression = config("all", "block-recorder", budget=32, recent=6)
+    outputs = llm.generate(tiny.prompts((70, 9, 33), seed=3), GREEDY, compression)
     assert [out.error for out in outputs] == [None] * 3
     assert all(out.metrics.compactions >= 1 for out in outputs)
     assert shadow.num_checked >= sum(out.metrics.compactions for out in outputs)
@@ -105,8 +105,8 @@ def test_signals_follow_whole_blocks(family, make_llm, monkeypatch):
 def test_queries_of_heads_that_keep_unequal_numbers(make_llm, monkeypatch):
     llm = make_llm(enable_prefix_caching=False, max_num_batched_tokens=64)
     shadow = SignalShadow(llm, monkeypatch)
-    asking = config("queries", "uneven-recorder", budget=64, interval=16)
-    outputs = llm.generate(tiny.prompts((100, 40), seed=3), GREEDY, asking)
+    compression = config("queries", "uneven-recorder", budget=64, interval=16)
+    outputs = llm.generate(tiny.prompts((100, 40), seed=3), GREEDY, compression)
     assert [out.error for out in outputs] == [None] * 2
     assert shadow.num_checked >= 2 * sum(out.metrics.compactions for out in outputs) > 4
     assert shadow.worst <= 1e-5
@@ -125,7 +125,7 @@ def test_forks_and_preempted_sequences_carry_theirs(make_llm, monkeypatch):
 
 
 def test_policies_of_all_kinds_in_one_batch(make_llm, monkeypatch):
-    """Each sequence is given what it asked for, whoever else is in the step."""
+    """Each sequence is given the signals of its policy, whichever others are in the step."""
     llm = make_llm(enable_prefix_caching=False, max_num_batched_tokens=48)
     shadow = SignalShadow(llm, monkeypatch)
     configs = [

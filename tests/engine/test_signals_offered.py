@@ -1,4 +1,4 @@
-"""Signals that not every request or model can give, and what a policy is told that needs them."""
+"""Signals that not every request or model can give, and the errors of policies that need them."""
 
 from __future__ import annotations
 

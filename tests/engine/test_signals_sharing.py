@@ -86,11 +86,11 @@ def test_preemption_brings_the_same_signals_again(want, make_llm):
 @pytest.mark.parametrize("want", WATCHED)
 def test_chunks_and_company_change_nothing(want, make_llm):
     prompts = tiny.prompts((60, 45, 70, 12, 33), seed=8)
-    asking = config(want, budget=80)  # over the longest prompt: all passes come while decoding
-    alone = [make_llm().generate(prompt, GREEDY, asking)[0] for prompt in prompts]
+    compression = config(want, budget=80)  # over the longest prompt: all passes come while decoding
+    alone = [make_llm().generate(prompt, GREEDY, compression)[0] for prompt in prompts]
     llm = make_llm(block_size=8, max_num_batched_tokens=24, max_num_seqs=3)
     order = [3, 0, 4, 2, 1]
-    together = llm.generate([prompts[i] for i in order], GREEDY, asking)
+    together = llm.generate([prompts[i] for i in order], GREEDY, compression)
     assert tokens(together) == [alone[i].outputs[0].token_ids for i in order]
 
 

@@ -1,4 +1,4 @@
-"""Prompts that read some of the blocks before them: each head the right ones, and nobody else notices."""
+"""Prompts that read some of the blocks before them: each head the right ones, and no effect on others."""
 
 from __future__ import annotations
 
@@ -162,13 +162,13 @@ def test_each_method_finds_its_own_prefixes_alone(make_llm):
 def test_the_engine_says_it_for_all_and_a_request_for_itself(make_llm):
     prompt = tiny.prompts((150,), seed=7)
     llm = make_llm(sparse_prefill=POOLED, **SMALL)
-    asked = make_llm(**SMALL).generate(by(POOLED, prompt), GREEDY)
-    assert tokens(llm.generate(prompt, GREEDY)) == tokens(asked)
+    named = make_llm(**SMALL).generate(by(POOLED, prompt), GREEDY)
+    assert tokens(llm.generate(prompt, GREEDY)) == tokens(named)
     assert llm.generate(by("dense", prompt), GREEDY)[0].metrics.prefill_share is None
 
 
 @pytest.mark.parametrize(
-    ("method", "params", "config", "said"),
+    ("method", "params", "config", "message"),
     [
         ("pooled(first=1", {}, None, "sparse prefill 'pooled\\(first=1' is no name"),
         ("xattention", {}, None, "'xattention' is unknown; known are dense, pooled, a_shape, vertical_slash"),
@@ -180,9 +180,9 @@ def test_the_engine_says_it_for_all_and_a_request_for_itself(make_llm):
         (POOLED, {"prompt_logprobs": 1}, None, "only approximates"),
     ],
 )
-def test_what_cannot_be_served_is_refused(method, params, config, said, make_llm):
+def test_what_cannot_be_served_is_refused(method, params, config, message, make_llm):
     llm = make_llm(**SMALL)
-    with pytest.raises(InvalidArgumentError, match=said):
+    with pytest.raises(InvalidArgumentError, match=message):
         llm.generate(by(method, tiny.prompts((20,))), replace(GREEDY, **params), config)
     assert_idle(llm)
 
@@ -256,12 +256,12 @@ class TestPatterns:
         path = tmp_path / "heads.json"
         Patterns("another", (AShape(block=64),), ((0, 0), (0, 0))).save(path)
         method = f"minference(heads='{path}', local=0)"
-        for text, said in (
+        for text, message in (
             (f"minference(heads='{path}')", "are those of another model"),
             (f"minference(heads='{path}', block=128)", r"among \[64\]; write block=64"),
             (method, "is given 'local'"),
         ):
-            with pytest.raises(InvalidArgumentError, match=said):
+            with pytest.raises(InvalidArgumentError, match=message):
                 llm.generate(by(text, tiny.prompts((20,))), GREEDY)
 
     def test_documents_shorter_than_what_is_read_tell_nothing(self, llm):

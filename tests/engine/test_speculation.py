@@ -165,8 +165,8 @@ def test_a_draft_model_that_is_the_model_is_always_right(temperature):
     prompts = documents(1)
     params = SamplingParams(temperature=temperature, seed=4, max_tokens=40, ignore_eos=True)
     target = LLM(demo_model(), num_blocks=400)
-    said = {"method": "draft_model", "model": str(demo_model()), "num_speculative_tokens": 5}
-    drafting = target.sibling(speculative_config=said)
+    speculative = {"method": "draft_model", "model": str(demo_model()), "num_speculative_tokens": 5}
+    drafting = target.sibling(speculative_config=speculative)
     found, want = drafting.generate(prompts, params), target.generate(prompts, params)
     assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in want]
     totals = drafting.engine.totals.speculation
@@ -181,8 +181,8 @@ def test_a_draft_model_with_little_room_drafts_for_whom_there_is_some():
     prompts = documents(2)
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     target = LLM(demo_model(), num_blocks=600)
-    said = {"method": "draft_model", "model": str(demo_model()), "num_speculative_tokens": 4}
-    drafting = target.sibling(speculative_config=said)
+    speculative = {"method": "draft_model", "model": str(demo_model()), "num_speculative_tokens": 4}
+    drafting = target.sibling(speculative_config=speculative)
     pool = drafting.engine.drafter.cache.memory.pool
     held = pool.allocate(pool.num_free - 80)
     found, want = drafting.generate(prompts, params), target.generate(prompts, params)
@@ -195,8 +195,8 @@ def test_a_failing_draft_model_costs_drafts_alone(monkeypatch):
     prompts = documents(1)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     target = LLM(demo_model(), num_blocks=400)
-    said = {"method": "draft_model", "model": str(demo_model()), "num_speculative_tokens": 4}
-    drafting = target.sibling(speculative_config=said)
+    speculative = {"method": "draft_model", "model": str(demo_model()), "num_speculative_tokens": 4}
+    drafting = target.sibling(speculative_config=speculative)
 
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("no")
@@ -208,6 +208,6 @@ def test_a_failing_draft_model_costs_drafts_alone(monkeypatch):
 
 
 def test_another_tokenizer_is_refused(tmp_path):
-    said = {"method": "draft_model", "model": str(tiny.save_model("llama", tmp_path))}
+    speculative = {"method": "draft_model", "model": str(tiny.save_model("llama", tmp_path))}
     with pytest.raises(InvalidArgumentError, match="another tokenizer"):
-        LLM(demo_model(), num_blocks=64, speculative_config=said)
+        LLM(demo_model(), num_blocks=64, speculative_config=speculative)

@@ -1,4 +1,4 @@
-"""What is told of the states of recurrent layers: statistics, metrics, the page."""
+"""Counts of the states of recurrent layers: in statistics, metrics, the page."""
 
 from __future__ import annotations
 

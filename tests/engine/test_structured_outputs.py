@@ -43,7 +43,7 @@ def llm(real_dir: Path) -> LLM:
     return LLM(real_dir, num_blocks=96, max_model_len=512, max_num_seqs=8)
 
 
-def asking(temperature: float = 1.0, n: int = 1, seed: int = 0, **given: object) -> SamplingParams:
+def structured(temperature: float = 1.0, n: int = 1, seed: int = 0, **given: object) -> SamplingParams:
     params = StructuredOutputsParams(**given)
     return SamplingParams(temperature=temperature, n=n, seed=seed, max_tokens=150, structured_outputs=params)
 
@@ -84,10 +84,10 @@ GIVEN = [
 def test_each_kind_in_one_batch_beside_a_request_without(llm: LLM) -> None:
     free = SamplingParams(temperature=0.0, max_tokens=20)
     (alone,) = llm.generate([PROMPT], free)
-    params = [asking(temperature, **given) for given in GIVEN for temperature in (0.0, 1.5)]
+    params = [structured(temperature, **given) for given in GIVEN for temperature in (0.0, 1.5)]
     outs = llm.generate([PROMPT] * (len(params) + 1), [*params, free])
-    for out, asked in zip(outs, params, strict=False):
-        kind, text = asked.structured_outputs.source
+    for out, request in zip(outs, params, strict=False):
+        kind, text = request.structured_outputs.source
         given = {kind: json.loads(text) if kind in ("choice",) else text}
         output = out.outputs[0]
         if output.finish_reason == "stop":
@@ -99,13 +99,13 @@ def test_each_kind_in_one_batch_beside_a_request_without(llm: LLM) -> None:
 
 
 def test_an_output_ends_when_nothing_more_may_come(llm: LLM) -> None:
-    params = asking(choice=["cat"], temperature=0.0)
+    params = structured(choice=["cat"], temperature=0.0)
     (out,) = llm.generate([PROMPT], params)
     assert (out.outputs[0].text, out.outputs[0].finish_reason) == ("cat", "stop")
 
 
 def test_several_outputs_have_states_of_their_own(llm: LLM) -> None:
-    (out,) = llm.generate([PROMPT], asking(n=4, temperature=2.0, regex=REGEX))
+    (out,) = llm.generate([PROMPT], structured(n=4, temperature=2.0, regex=REGEX))
     texts = [output.text for output in out.outputs]
     assert all(follows(text, regex=REGEX) for text in texts)
     assert len(set(texts)) > 1
@@ -117,7 +117,7 @@ def test_under_compression_and_preemption(real_dir: Path, policy: str) -> None:
     compression = CompressionConfig(policy, budget=64, interval=16, recent=16)
     llm = LLM(real_dir, num_blocks=14, max_model_len=200, max_num_seqs=4, enable_prefix_caching=False)
     given = {"regex": r"([a-z]{1,8}, ){30}end"}
-    params = [asking(1.0, seed=seed, **given) for seed in range(4)]
+    params = [structured(1.0, seed=seed, **given) for seed in range(4)]
     outs = llm.generate([PROMPT * 4] * 4, params, compression)
     assert sum(llm.stats().totals.preemptions.values()) > 0
     assert all(out.metrics.tokens_evicted > 0 for out in outs)
@@ -130,17 +130,17 @@ def test_under_compression_and_preemption(real_dir: Path, policy: str) -> None:
     assert_idle(llm)
 
 
-def test_drafts_do_not_change_what_is_said(real_dir: Path) -> None:
-    params = [asking(0.0, **given) for given in GIVEN]
+def test_drafts_do_not_change_outputs(real_dir: Path) -> None:
+    params = [structured(0.0, **given) for given in GIVEN]
     plain, drafting = (
         LLM(real_dir, num_blocks=64, max_model_len=512, dtype="float32", **more)
         for more in ({}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}})
     )
-    said = [
+    token_ids = [
         [out.outputs[0].token_ids for out in llm.generate([PROMPT] * len(params), params)]
         for llm in (plain, drafting)
     ]
-    assert said[0] == said[1]
+    assert token_ids[0] == token_ids[1]
     assert drafting.stats().totals.speculation.num_draft_tokens > 0
 
 
@@ -157,7 +157,7 @@ def test_the_mask_is_what_the_grammar_allows(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "error"),
     [
         ({}, "has nothing; pass exactly one of json, regex, choice, grammar, json_object"),
         ({"regex": "a", "json_object": True}, "has regex and json_object; pass exactly one"),
@@ -165,13 +165,13 @@ def test_the_mask_is_what_the_grammar_allows(llm: LLM) -> None:
         ({"regex": "a" * (1 << 20) + "b"}, "has 1048577 characters, at most 1048576"),
     ],
 )
-def test_what_is_given_is_checked(given: dict[str, object], said: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=said):
+def test_what_is_given_is_checked(given: dict[str, object], error: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=error):
         StructuredOutputsParams(**given)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "error"),
     [
         ({"json": "{"}, "the JSON schema cannot be followed: Expecting property name"),
         ({"json": {"type": "strin"}}, "Invalid type: strin; change it"),
@@ -184,9 +184,9 @@ def test_what_is_given_is_checked(given: dict[str, object], said: str) -> None:
         ({"json": "[" * 100_000}, "the JSON schema cannot be followed"),
     ],
 )
-def test_a_bad_grammar_is_refused_and_leaves_no_trace(llm: LLM, given: dict[str, object], said: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=said):
-        llm.generate([PROMPT], asking(**given))
+def test_a_bad_grammar_is_refused_and_leaves_no_trace(llm: LLM, given: dict[str, object], error: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=error):
+        llm.generate([PROMPT], structured(**given))
     assert_idle(llm)
 
 
@@ -231,7 +231,7 @@ def test_options_that_leave_no_output_are_refused_before_it_begins(
 
 def test_a_grammar_that_explodes_ends_its_request_alone(llm: LLM) -> None:
     deep = "x".join(["(a|b|ab|ba|aab)*"] * 40)
-    outs = llm.generate([PROMPT] * 2, [asking(regex=rf"({deep})" * 8), asking(choice=["cat"])])
+    outs = llm.generate([PROMPT] * 2, [structured(regex=rf"({deep})" * 8), structured(choice=["cat"])])
     assert outs[1].outputs[0].text == "cat"
     assert_idle(llm)
 
@@ -239,13 +239,13 @@ def test_a_grammar_that_explodes_ends_its_request_alone(llm: LLM) -> None:
 def test_a_model_without_tokenizer_refuses(tiny_dir) -> None:
     llm = LLM(tiny_dir("llama"), num_blocks=16)
     with pytest.raises(InvalidArgumentError, match="structured_outputs needs an end-of-sequence token"):
-        llm.generate(tiny.prompts((5,)), asking(choice=["a"]))
+        llm.generate(tiny.prompts((5,)), structured(choice=["a"]))
 
 
 def test_a_prepared_grammar_is_not_made_when_its_request_is_added(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params, free = asking(choice=["prepared"]), SamplingParams()
+    params, free = structured(choice=["prepared"]), SamplingParams()
     plain, spec = (RequestSpec(prompt_token_ids=[1, 2], params=each) for each in (free, params))
     assert llm.engine.factory.preparations(plain) == []
     (prepare,) = llm.engine.factory.preparations(spec)
@@ -286,7 +286,7 @@ def test_the_likeliest_token_is_taken_without_a_mask_just_where_the_mask_allows_
 ) -> None:
     """Every token alone, along one output."""
     vocab = llm.loaded.vocab_size
-    params = asking(0.0, **given)
+    params = structured(0.0, **given)
     output = llm.engine.feature(StructuredOutputs).grammars.begin(params.structured_outputs)
     rng = torch.Generator().manual_seed(0)
     is_complete = False

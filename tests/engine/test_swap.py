@@ -1,4 +1,4 @@
-"""Sequences that are moved to the host and back answer as if nobody had preempted them, to the bit."""
+"""Sequences that are moved to the host and back answer as if never preempted, to the bit."""
 
 from __future__ import annotations
 
@@ -218,15 +218,15 @@ def test_what_is_cheaper_by_the_formulas():
 
 
 @pytest.mark.parametrize("fails", ["out", "load"])
-def test_a_copy_that_fails_is_nobodys_answer(fails, make_llm):
-    """Who was to compute ends; whoever was parked, or comes back, is computed anew, and answers as alone."""
+def test_a_copy_that_fails_changes_no_answer(fails, make_llm):
+    """A request to be computed ends; one parked, or coming back, is computed anew and answers as alone."""
     prompts = tiny.prompts((40, 41, 42), seed=2)
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     expected = [output.outputs[0].token_ids for output in make_llm().generate(prompts, params)]
     options = {"kv_offloading_size": 8e6 / GIB, "preemption_mode": "swap", "kv_offload_decode": False}
     llm = make_llm(**options, num_blocks=12, max_num_seqs=4)
     engine, moves = llm.engine, llm.engine.tiers.moves
-    moves.slots.bytes.fill_(0x55)  # so that a slot that nobody has filled is seen
+    moves.slots.bytes.fill_(0x55)  # so that a slot that was never filled is seen
     work, calls, parked = getattr(moves, fails), [], []
 
     def broken(pairs):
@@ -243,7 +243,7 @@ def test_a_copy_that_fails_is_nobodys_answer(fails, make_llm):
         engine.memory.check()
         if len(calls) == 1 and fails == "out":
             assert parked == [1]
-            assert not engine.memory.offload.parking.num_parked, "what was not moved is kept for somebody"
+            assert not engine.memory.offload.parking.num_parked, "what was not moved is kept as parked"
     assert calls
     assert any(request.error for request in requests)
     for request, prompt, tokens in zip(requests, prompts, expected, strict=True):

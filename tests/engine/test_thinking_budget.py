@@ -41,7 +41,7 @@ def make(directory: Path) -> Callable[..., LLM]:
     return lambda **options: LLM(directory, **{"dtype": "float32", "num_blocks": 96, **options})
 
 
-def asking(budget: int | None, *, max_tokens: int = 24, **more) -> SamplingParams:
+def with_budget(budget: int | None, *, max_tokens: int = 24, **more) -> SamplingParams:
     return SamplingParams(
         **{"temperature": 0.0, "max_tokens": max_tokens, **more}, thinking_token_budget=budget
     )
@@ -142,58 +142,58 @@ def test_the_budget_ends_the_reasoning_and_nothing_else(make, budget: int) -> No
     llm = make()
     closing = llm.tokenizer.encode(CLOSING, add_special_tokens=False)
     prompt = llm.tokenizer.encode(PROMPT)
-    (free,) = llm.generate(PROMPT, asking(None))
+    (free,) = llm.generate(PROMPT, with_budget(None))
     begun = free.outputs[0].token_ids[:budget] + closing
-    (rest,) = llm.generate([prompt + begun], asking(None, max_tokens=24 - len(begun)))
-    (out,) = llm.generate(PROMPT, asking(budget))
+    (rest,) = llm.generate([prompt + begun], with_budget(None, max_tokens=24 - len(begun)))
+    (out,) = llm.generate(PROMPT, with_budget(budget))
     assert out.outputs[0].token_ids == begun + rest.outputs[0].token_ids
     assert out.metrics.num_reasoning_tokens == budget
     assert free.metrics.num_reasoning_tokens is None
-    (long,) = llm.generate(PROMPT, asking(1000))
+    (long,) = llm.generate(PROMPT, with_budget(1000))
     assert long.outputs[0].token_ids == free.outputs[0].token_ids
     assert long.metrics.num_reasoning_tokens == 24
 
 
-def said(llm: LLM, params: list[SamplingParams], *compression) -> list[list[list[int]]]:
+def token_ids(llm: LLM, params: list[SamplingParams], *compression) -> list[list[list[int]]]:
     outs = llm.generate([PROMPT * 3] * len(params), params, *compression)
     assert_idle(llm)
     return [[output.token_ids for output in out.outputs] for out in outs]
 
 
 SEVERAL = [
-    asking(budget, max_tokens=30, temperature=temperature, n=n, seed=budget, logit_bias={60: -100})
+    with_budget(budget, max_tokens=30, temperature=temperature, n=n, seed=budget, logit_bias={60: -100})
     for budget, temperature, n in ((3, 1.0, 3), (11, 0.0, 1), (0, 1.5, 2), (17, 0.7, 1))
 ]
 
 
 def test_it_holds_for_several_outputs_drafts_and_preempted_requests(make) -> None:
     """A draft that would go on with the reasoning is no token; what must come overrides a bias against it."""
-    expected = said(make(), SEVERAL)
+    expected = token_ids(make(), SEVERAL)
     closing = BYTES.encode(CLOSING, add_special_tokens=False)
     for outputs, params in zip(expected, SEVERAL, strict=True):
         budget = params.thinking_token_budget
         assert all(tokens[budget : budget + len(closing)] == closing for tokens in outputs)
         assert len({tuple(tokens) for tokens in outputs}) == params.n
     drafting = make(speculative_config={"method": "ngram", "num_speculative_tokens": 4})
-    assert said(drafting, SEVERAL) == expected
+    assert token_ids(drafting, SEVERAL) == expected
     small_pool = make(num_blocks=14, max_model_len=192, max_num_seqs=6, enable_prefix_caching=False)
-    assert said(small_pool, SEVERAL) == expected
+    assert token_ids(small_pool, SEVERAL) == expected
     assert sum(small_pool.stats().totals.preemptions.values()) > 0
 
 
 def test_it_holds_under_compression_and_where_a_compressed_cache_drafts(make) -> None:
     config = small("streaming_llm")
-    (greedy,) = said(make(), [asking(9, max_tokens=60)])
-    (compressed,) = said(make(), [asking(9, max_tokens=60)], config)
+    (greedy,) = token_ids(make(), [with_budget(9, max_tokens=60)])
+    (compressed,) = token_ids(make(), [with_budget(9, max_tokens=60)], config)
     closing = BYTES.encode(CLOSING, add_special_tokens=False)
     assert compressed[0][9 : 9 + len(closing)] == closing
     verifying = small("streaming_llm", verify=True)
-    assert said(make(), [asking(9, max_tokens=60)], verifying) == [greedy]
+    assert token_ids(make(), [with_budget(9, max_tokens=60)], verifying) == [greedy]
 
 
 def test_a_budget_needs_a_known_way_to_reason(make_llm, make) -> None:
     with pytest.raises(InvalidArgumentError, match="nothing says how this model writes") as refused:
-        make_llm().generate(PROMPT, asking(3))
+        make_llm().generate(PROMPT, with_budget(3))
     assert refused.value.field == "thinking_token_budget"
-    (out,) = make().chat([{"role": "user", "content": "the end"}], asking(2))
+    (out,) = make().chat([{"role": "user", "content": "the end"}], with_budget(2))
     assert out.outputs[0].token_ids[2:9] == BYTES.encode(CLOSING, add_special_tokens=False)

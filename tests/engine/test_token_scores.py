@@ -123,14 +123,14 @@ def test_a_hit_brings_its_scores(policy, make_llm, monkeypatch):
 
 
 def test_blocks_without_scores_or_with_others_are_no_hit(make_llm, tiny_dir):
-    """And blocks with scores serve nobody else: one salt for each set of weights."""
+    """And blocks with scores serve no other request: one salt for each set of weights."""
     llm = make_llm(block_size=8)
     prompts = tiny.prompts((70,), seed=3)
     other = calibrate(llm.loaded, tiny.prompts((150,), seed=6), kvzap="linear")
 
     def cached(settings, salt=None):
-        asked = with_options(prompts, cache_salt=salt)
-        return llm.generate(asked, GREEDY, settings)[0].metrics.num_cached_tokens
+        salted = with_options(prompts, cache_salt=salt)
+        return llm.generate(salted, GREEDY, settings)[0].metrics.num_cached_tokens
 
     llm.generate(prompts, GREEDY)
     assert cached(config()) == 0

@@ -125,17 +125,17 @@ FEATURES = {
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_features_answer_alike(plain, monkeypatch, name):
-    options, asked, config = FEATURES[name]
+    options, fields, config = FEATURES[name]
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    prompts = with_options(tiny.prompts((70, 33), seed=8), **asked)
+    prompts = with_options(tiny.prompts((70, 33), seed=8), **fields)
 
-    def said(llm):
+    def token_ids(llm):
         outputs = llm.generate(prompts, params, config)
         assert [out.error for out in outputs] == [None, None]
         return [out.outputs[0].token_ids for out in outputs]
 
-    want = said(plain.sibling(**options))
-    assert said(transformed(plain, monkeypatch, **options)) == want
+    want = token_ids(plain.sibling(**options))
+    assert token_ids(transformed(plain, monkeypatch, **options)) == want
 
 
 TIERS = {"kv_offloading_size": 16e6 / 2**30, "kv_load_policy": "wait_complete"}
@@ -215,13 +215,13 @@ def test_forks_whose_heads_hold_unequal_numbers_answer_alike(plain, monkeypatch)
     config = CompressionConfig("shares(knorm)", **SMALL)
     prompts = tiny.prompts((70,), seed=8)
 
-    def said(llm):
+    def token_ids(llm):
         (out,) = llm.generate(prompts, params, config)
         assert out.error is None
         return [each.token_ids for each in out.outputs]
 
-    want = said(plain.sibling(num_blocks=60))
-    assert said(transformed(plain, monkeypatch, num_blocks=60)) == want
+    want = token_ids(plain.sibling(num_blocks=60))
+    assert token_ids(transformed(plain, monkeypatch, num_blocks=60)) == want
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])

@@ -173,7 +173,7 @@ def test_what_else_a_request_may_ask_for(make_llm):
     llm, config = make_llm(), drafting("knorm")
     engine, compressor = llm.engine, llm.compressor(config)
     long = [*PROMPTS[0], *PROMPTS[3]]
-    asked = {
+    calls = {
         "a beam search": lambda: llm.beam_search(
             PROMPTS, BeamSearchParams(beam_width=2, max_tokens=8), config
         ),
@@ -188,9 +188,9 @@ def test_what_else_a_request_may_ask_for(make_llm):
         ),
         "a chunk": lambda: llm.generate([[Chunk(PROMPTS[0]), Chunk(PROMPTS[3]), [1, 2]]], GREEDY, config),
     }
-    for what, ask in asked.items():
-        with pytest.raises(InvalidArgumentError, match=f"{what} is given; leave one of them out") as refusal:
-            ask()
+    for name, call in calls.items():
+        with pytest.raises(InvalidArgumentError, match=f"{name} is given; leave one of them out") as refusal:
+            call()
         one_sentence(refusal)
     assert_left_nothing(llm)
 

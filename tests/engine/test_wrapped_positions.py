@@ -65,7 +65,7 @@ def test_every_segment_keeps_its_share_of_the_places(make_llm, monkeypatch):
             assert torch.bincount(row.long() * 6 // logical_len, minlength=6).min() >= 5
 
 
-def test_each_of_unequal_heads_is_told_the_positions_of_its_own_tokens(make_llm, monkeypatch):
+def test_each_of_unequal_heads_gets_the_positions_of_its_own_tokens(make_llm, monkeypatch):
     llm, lengths = make_llm(block_size=8, enable_prefix_caching=False), []
     shadow, score = Shadow(llm, monkeypatch), Protect.score
 
