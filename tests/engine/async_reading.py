@@ -51,7 +51,7 @@ class Witness:
 
 @dataclass
 class Answer:
-    """What a reader put together from updates."""
+    """The text, tokens and ends that a reader put together from updates."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)

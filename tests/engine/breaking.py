@@ -12,7 +12,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, seed=3, max_tokens=30, ignore_eos=True, logprobs=1)
 MANY = SamplingParams(n=2, temperature=1.0, seed=4, max_tokens=20, ignore_eos=True)
 POLICIES = (None, "h2o", "snapkv", "tova", "quest", "ada_kv", "streaming_llm")
-"""Between them every store that a pass adds to: attention mass, queries, digests, head tables."""
+"""Policies that use every store that a pass adds to: attention mass, queries, digests, head tables."""
 
 
 def config(policy):
@@ -60,7 +60,7 @@ class Breaking:
 
 
 def break_every_third(llm) -> Breaking:
-    """Of the passes over several sequences every third fails, once it is nearly done."""
+    """Make every third pass over several sequences fail, once it is nearly done."""
     forward, alone, counted = llm.engine.runner.forward, [], [0]
 
     def noted(step):

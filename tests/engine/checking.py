@@ -1,4 +1,4 @@
-"""What outputs say, and what must hold of any compression: each check runs small engines and compares."""
+"""Readers of outputs, and checks of any compression: each check runs small engines and compares."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def logprobs(outputs):
 
 
 def check_shadow(llm, config, monkeypatch, params, lengths=(70, 9, 33), kind=Shadow, tolerance=1e-5):
-    """Every attention call is what the shadow says. Returns: the shadow and the outputs."""
+    """Check every attention call against the shadow. Returns: the shadow and the outputs."""
     shadow = kind(llm, monkeypatch)
     outputs = llm.generate(tiny.prompts(lengths, seed=3), params, config)
     assert [out.error for out in outputs] == [None] * len(lengths)
@@ -71,7 +71,7 @@ def check_sibling(make_llm, config, still=None, *, block_size=8, num_cached=64, 
 
 
 def check_preemption(make_llm, config, num_blocks):
-    """Requests that are preempted after they were compressed say what they say in a roomy pool."""
+    """Requests that are preempted after they were compressed answer as in a roomy pool."""
     prompts = tiny.prompts((20, 19, 18, 17), seed=7)
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (160, 100, 100, 100)]
     configs = [None, *[config] * 3]  # the first one grows and drives the others out

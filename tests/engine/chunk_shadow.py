@@ -49,7 +49,7 @@ class Mixed:
         ).logits[0]
 
     def take(self, other: Mixed, span: slice) -> None:
-        """What another has computed at these places."""
+        """Take over the keys and values of another at these places."""
         for layer, theirs in other.kept.items():
             if layer not in self.kept:
                 self.kept[layer] = tuple(torch.zeros_like(x) for x in theirs)

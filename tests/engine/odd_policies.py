@@ -26,7 +26,7 @@ class BlockNorm(Knorm):
 
 @dataclass(frozen=True)
 class PromptNorm(Knorm):
-    """Once, at the end of the prompt."""
+    """Compresses once, at the end of the prompt."""
 
     name = "prompt-norm"
     prompt_only = True

@@ -1,4 +1,4 @@
-"""What tests run in an engine's process: functions of a module, which both processes know."""
+"""Calls that tests make in an engine's process: functions of a module that both processes import."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def num_steps(host: EngineCore) -> int:
 
 
 def speaks(size: int, host: EngineCore) -> bytes:
-    """At length."""
+    """Return so many bytes."""
     return bytes(size)
 
 

@@ -1,4 +1,4 @@
-"""Tiny policies that ask for signals and write down what they were given."""
+"""Tiny policies that request signals and record the ones they get."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ OFF = 2.0**-5
 
 
 class ScoreShadow(Shadow):
-    """num_compared: slots whose scores were compared; wrong also tells of those that differ."""
+    """num_compared: slots whose scores were compared; wrong also lists those that differ."""
 
     def __init__(self, llm: LLM, monkeypatch) -> None:
         self.scores: dict[int, dict[int, Tensor]] = {}

@@ -27,10 +27,10 @@ from kvreclaim.schedule.budget.drops import Drop
 from kvreclaim.schedule.budget.eviction_method import EvictionMethod
 
 AS_NEAR = 1.001
-"""Of a token's distance from what is stored of it: one code farther than need be adds more, but where it
+"""Factor of a token's distance from its stored value: one code farther than need be adds more, but where it
 lies within some thousandths of a step of the boundary."""
 SCALE_STEP = 2 ** (1 / 256) - 1
-"""Of the length of what is stored: a scale between two codes may be stored as either."""
+"""Share of the stored length: a scale between two codes may be stored as either."""
 
 
 @dataclass
@@ -252,7 +252,7 @@ class Shadow:
         self.num_drops += 1
 
     def _begin(self, seq: Sequence) -> History:
-        """Of a sequence that has just been admitted: what its prefix hit holds."""
+        """The history of a sequence that has just been admitted: the tokens of its prefix hit."""
         history = History(chain=seq.cache_salt)
         if not seq.num_computed:
             return history
@@ -372,9 +372,9 @@ class Shadow:
         return history
 
     def _written(self, item: Scheduled, call: AttentionCall, rows: slice) -> tuple[Tensor, Tensor]:
-        """What the cache should hold of this step's tokens. What lies between two codes may be stored as one
-        or the other, as an instruction set rounds: what is there and is as near to the token counts, up to
-        the step between two scales."""
+        """This step's keys and values as the cache should hold them. A number between two codes may be stored
+        as either, as an instruction set rounds: what is there and is as near to the token counts, up to the
+        step between two scales."""
         layer, form = self.llm.engine.runner.layers[call.layer], self.cache.format
         own = layer.cache.format
         keys = layer.softmax.keys or KeyTransform(torch.ones(1, 1), torch.zeros(1, 1))
@@ -396,7 +396,7 @@ class Shadow:
         return keys.restored(found[0].transpose(0, 1).float()).transpose(0, 1), found[1]
 
     def _stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """What the cache makes of keys [T, K, D] and values [T, K, Dv]."""
+        """Keys [T, K, D] and values [T, K, Dv] as the cache stores them."""
         if not self.cache.shape.latent:
             return round_trip(self.cache.format, k, v)
         k, v = round_trip(self.cache.format, k[..., v.shape[-1] :], v)

@@ -75,7 +75,7 @@ class SignalShadow(Shadow):
         return probs
 
     def _so_far(self, store: dict[int, PerLayer], item: Scheduled, layer: int, nothing: Tensor) -> Tensor:
-        """What there is of positions before this chunk; nothing for a sequence that starts (again)."""
+        """Signals of the positions before this chunk; none for a sequence that starts (again)."""
         seq, start = item.seq, item.seq.num_computed
         own = store.setdefault(seq.seq_id, {}).get(layer)
         if own is None and start > 0:

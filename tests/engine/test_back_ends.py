@@ -1,4 +1,4 @@
-"""The engine says the same on every back-end, and says which one runs."""
+"""The engine has the same outputs on every back-end, and logs which one runs."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_kernels_that_cannot_run_are_refused_with_the_reason(make_llm) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("most", [False, True], ids=["few", "many"])
 def test_sequences_that_decode_together_draw_what_each_draws_alone(dtype, most, make_llm) -> None:
-    """To the bit, up to as many rows as the kernels take on this CPU."""
+    """Equal to the bit, up to as many rows as the kernels take on this CPU."""
     count = min(100, max(32, max_rows(getattr(torch, dtype)))) if most else 20
     llm = make_llm(dtype=dtype, block_size=16, num_blocks=6 * count, max_num_seqs=count)
     prompts = tiny.prompts([33] * count, seed=4)

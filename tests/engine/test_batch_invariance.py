@@ -56,7 +56,7 @@ def make(request, tiny_dir, tmp_path, monkeypatch):
 
 
 def seen(output):
-    """All that a request answers, log-probabilities as they are."""
+    """All of a request's outputs, with unrounded log-probabilities."""
     assert output.error is None
     (one,) = output.outputs
     return one.token_ids, one.logprobs, output.prompt_logprobs
@@ -136,7 +136,7 @@ def test_requests_that_compress_are_refused(make_llm):
 
 
 def test_a_disk_holds_invariant_prefixes_apart(tmp_path, make_llm):
-    """What an engine without the option has left is no hit."""
+    """Blocks that an engine without the option has left are no hit."""
     disk = {
         "kv_offloading_size": 0.01,
         "kv_offloading_disk_path": str(tmp_path),

@@ -23,7 +23,7 @@ EARLY = (False, True, "never")
 
 
 def search(width, max_tokens, **how):
-    """Of the model whose next token depends on its last one, behind token 1; token 0 ends an output."""
+    """Search a model whose next token depends on its last one, behind token 1; token 0 ends an output."""
     params = BeamSearchParams(
         beam_width=width, max_tokens=max_tokens, num_return_sequences=min(2, width), **how
     )
@@ -51,7 +51,7 @@ def test_the_length_penalty_decides_between_short_and_long():
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def ending_dir(request, tmp_path_factory):
-    """Of a model with several tokens that end an output, which it often says."""
+    """The directory of a model that often draws one of several tokens that end an output."""
     return tiny.save_model(
         request.param, tmp_path_factory.mktemp("ending"), eos_token_id=[7, 100, 30], vocab_size=128
     )

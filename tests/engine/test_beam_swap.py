@@ -29,7 +29,7 @@ def check_empty(llm):
 @pytest.mark.parametrize("form", ["fp32", "bf16", "int8", "int8+int4", "int4", "turboquant4"])
 @pytest.mark.parametrize("policy", [None, *MOVING[:2], "ada_kv(snapkv(window=3),alpha=0)", "quest"])
 def test_they_find_what_they_would_have_found(make_llm, monkeypatch, form, policy):
-    """To the bit, in formats whose blocks would be others if they were computed again, too."""
+    """Equal to the bit, also in formats whose blocks would differ if they were computed again."""
     config = None if policy is None else small(policy, budget=48, interval=16)
     want = [make_llm(kv_cache_dtype=form).beam_search(prompt, WIDE, config)[0] for prompt in PROMPTS]
     llm = make_llm(kv_cache_dtype=form, **SWAP)

@@ -1,4 +1,4 @@
-"""Conversations become the prompt that the template says; what it does not take is refused in a sentence."""
+"""Conversations become the prompt of the template; those it does not take are refused in a sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever runs an engine closes it at the end, so that what is on its way to disk arrives."""
+"""Every way to run an engine closes it at the end, so that pending writes to disk arrive."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_what_differs_does_not_find_it(make_llm):
 
 @pytest.mark.parametrize("host", [0, 16e6 / GIB])
 def test_they_give_way(host, make_llm):
-    """To whoever needs the blocks; from the host they come back."""
+    """They give their blocks to requests that need them; from the host they come back."""
     llm = make_llm(num_blocks=24, kv_offloading_size=host, prefix_snapshot_fraction=0.5)
     alone = make_llm(prefix_snapshot_fraction=0.0, enable_prefix_caching=False)
     expected, _ = one_by_one(alone, config("knorm"))

@@ -82,7 +82,7 @@ def test_it_takes_the_memory_of_its_budget(tmp_path, make_llm):
 
 @pytest.mark.parametrize("host", [0.0, 16e6 / GIB])
 def test_wherever_it_lies(host, tmp_path, make_llm):
-    """On the device, on the host, and only on disk: the same file."""
+    """The file is the same from the device, the host, and the disk alone."""
     options = {"num_blocks": 24, "kv_offloading_size": host, "prefix_snapshot_fraction": 0.5}
     if host:
         options |= {"kv_offloading_disk_path": str(tmp_path), "kv_offloading_disk_size": 16e6 / GIB}

@@ -109,7 +109,7 @@ KEPT = len(PROMPT) + FIRST - 1
 
 
 def test_who_does_not_go_on(make_llm):
-    """Others, and those who say so, compute what is not exact; what they leave is not found either."""
+    """Other requests, and those that opt out, compute what is not exact; no later turn hits their blocks."""
     llm = make_llm(**ON)
     text = conversation(llm)
     others = (
@@ -162,7 +162,7 @@ def test_exact_blocks_that_reach_as_far_are_used(make_llm):
 
 
 def test_scored_turns(make_llm):
-    """With given answers, where they ask for it: log-probabilities are those of generating them."""
+    """Given answers, with the option: log-probabilities are those of generating them."""
     llm, other = make_llm(**ON), make_llm(**ENGINE)
     text = []
     for new in (PROMPT, NEW, LAST):
@@ -187,7 +187,7 @@ def test_every_output_is_kept(make_llm):
 
 
 def test_after_an_abort(make_llm):
-    """In the middle of an answer, and of a prompt."""
+    """Abort in the middle of an answer, and of a prompt."""
     llm = make_llm(**ON)
     for num_steps in (16, 6):
         request = llm.engine.add_request("r", PROMPT, params(60), llm.compressor(config()))

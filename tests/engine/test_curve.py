@@ -37,7 +37,7 @@ def stats(calibrated_dir) -> QueryStats:
 
 
 def test_losses_are_the_fall_of_the_answers_probability(llm, stats, calibrated_dir) -> None:
-    """The answers are what the full cache says itself: the first 8 tokens, each alone, and the others in
+    """The answers are those of the full cache itself: the first 8 tokens, each alone, and the others in
     pairs."""
     size = 24
     full = tiny.greedy(calibrated_dir("llama"), PROMPTS, size)
@@ -84,7 +84,7 @@ def test_a_format_that_the_model_cannot_have_is_left_out(llm, stats, monkeypatch
 
 @torch.inference_mode()
 def _probability(model: PreTrainedModel, document: CurveDocument) -> float:
-    """Of an answer, mean, in transformers with the full cache."""
+    """Mean probability of an answer in transformers with the full cache."""
     logits = model(torch.tensor([document.prompt + document.continuation])).logits[0]
     rows = logits[len(document.prompt) - 1 : -1].log_softmax(-1)
     logprobs = rows[torch.arange(len(rows)), document.continuation]

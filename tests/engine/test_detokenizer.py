@@ -151,7 +151,7 @@ def test_before_min_tokens_nothing_stops() -> None:
 
 
 def test_a_stop_string_complete_before_min_tokens_does_not_stop_later() -> None:
-    """Not even where a longer stop string would begin that early."""
+    """It does not, even where a longer stop string would begin that early."""
     detokenizer = Detokenizer(BYTES, ("x", "a long one"))
     assert detokenizer.append(BYTES.encode("x")[0], may_stop=False) is None
     assert detokenizer.append(BYTES.encode("y")[0], may_stop=True) is None

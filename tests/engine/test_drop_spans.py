@@ -50,7 +50,7 @@ def scored(model, tokens, drops, num_last):
 
 
 def masked(model, prompt, drops, num_tokens):
-    """What transformers draws: tokens and their log-probabilities."""
+    """Tokens that transformers draws, and their log-probabilities."""
     tokens = list(prompt)
     for _ in range(num_tokens):
         tokens.append(int(logits(model, tokens, drops)[-1].argmax()))
@@ -140,11 +140,11 @@ def test_a_turn_that_cannot_be_kept_leaves_the_one_before(make_llm):
 
 
 def test_namespaces(make_llm, oracle):
-    """Who drops nothing, or less, or something else, begins with no cache that lacks it."""
+    """A request that drops nothing, or less, or other spans, hits no cache that lacks them."""
     llm = make_llm(**ON)
     answer, _ = ask(llm, PROMPT, drop_spans=[SPAN], drop_at=120)
     text = PROMPT + list(answer.token_ids) + NEW
-    exact = 112  # before drop_at all is as everybody computes it
+    exact = 112  # before drop_at all is as without drops
     for options in (
         {},
         {"drop_spans": [(35, 99)]},
@@ -273,7 +273,7 @@ def test_what_came_since_the_last_pass(policy, make_llm, monkeypatch):
 
 @pytest.mark.parametrize("family", ["ministral", "llama4", *FEW])
 def test_layers_with_windows_or_states(family, tiny_dir, monkeypatch):
-    """What was cached for a prompt that drops nothing begins one that does, with the answer of an engine that
+    """Blocks of a prompt that drops nothing begin one that does, with the answer of an engine that
     has nothing cached; layers with full attention no longer see the span."""
     found = []
     for is_cached in (False, True):

@@ -1,4 +1,4 @@
-"""Every family, however it is batched, chunked, preempted or cached, says what transformers says."""
+"""Every family, however it is batched, chunked, preempted or cached, answers as transformers does."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SHORT = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 CODED = tuple(name for name in FORMATS if not FORMATS[name].is_plain)
 TOLERANCE = 1e-4
-"""Of keys and values of size 5 or so; sums are in fp32."""
+"""Tolerance for keys and values of size 5 or so; sums are in fp32."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Every policy over every KV format: it runs with finite scores, or is refused as docs/formats.md says."""
+"""Every policy over every KV format: it runs with finite scores, or is refused as docs/formats.md has it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def small(policy: str) -> CompressionConfig:
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory) -> dict[tuple[str, str], LLM]:
-    """By family and format, over the same weights with statistics beside them."""
+    """Engines by family and format, over the same weights with statistics beside them."""
     made: dict[tuple[str, str], LLM] = {}
     for family, changes in (("qwen3", {"head_dim": 32}), ("deepseek-v3", {})):
         path = tiny.save_model(family, tmp_path_factory.mktemp(family), **changes)

@@ -1,4 +1,4 @@
-"""A full cache in host memory: the answers of a cache in the pool, from the bytes that a formula says."""
+"""A full cache in host memory: the answers of a cache in the pool, and the bytes of a formula."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def deep(family: str) -> dict[str, int]:
 
 
 class EveryShadow(SparseShadow, ScoreShadow, SignalShadow):
-    """All that the shadows look at."""
+    """All that the shadows check."""
 
 
 @pytest.mark.parametrize("family", GROUPED)
@@ -124,7 +124,7 @@ def test_formats(family, kv_format, make_llm, monkeypatch):
     ],
 )
 def test_windows_keep_the_models_dtype_beside_codes(family, kernels, dtype, kv_format, make_llm, monkeypatch):
-    """In blocks of the same bytes, so of fewer tokens, several for a block of the full layers."""
+    """Their blocks have the same bytes, so fewer tokens, several for a block of the full layers."""
     parts = (4 if dtype == "float32" else 2) * (1 if kv_format in ("int8", "fp8_e4m3") else 2)
     size = 16 * parts if kernels == "native" else 16
     llm = make_llm(

@@ -44,7 +44,7 @@ POLICIES = (
     "quest",
 )
 BOTH = ("query_mixture", "ada_kv(snapkv(window=3),alpha=0)")
-"""With equal and with unequal heads."""
+"""Policies with equal and with unequal heads."""
 
 
 @pytest.mark.parametrize(("policy", "family"), list(zip(POLICIES, cycle(FAMILIES), strict=False)))
@@ -135,7 +135,7 @@ def test_turns_go_on_from_what_was_kept_and_its_state(family, make_llm):
 
 @pytest.mark.parametrize("host", [0.0, 0.01])
 def test_snapshots_take_no_more_slots_than_checkpoints_may(host, make_llm):
-    """Where others run, too; the rest goes to the host, with its states."""
+    """They do where others run, too; the rest goes to the host, with its states."""
     llm = make_llm(
         "lfm2",
         state_checkpoints=2,
@@ -160,8 +160,8 @@ def test_snapshots_take_no_more_slots_than_checkpoints_may(host, make_llm):
 
 @pytest.mark.parametrize("family", tiny.HYBRIDS)
 def test_queries_are_shown_as_transformers_computes_them(family, make_llm, tiny_dir):
-    """Of several documents in one pass; turned back by a rotation that was found in spite of the layers that
-    mix tokens."""
+    """Queries of several documents in one pass; turned back by a rotation that was found in spite of the
+    layers that mix tokens."""
     seen = []
 
     def spy(module, query, *args, **kwargs):

@@ -1,5 +1,5 @@
 """Compressed prefixes of models with recurrent layers on the host, on disk and in session files: each has its
-state, and whoever begins with it answers as a request that computed and compressed its prompt alone."""
+state, and a request that begins with it answers as one that computed and compressed its prompt alone."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_who_is_guilty_ends_and_leaves_no_state(make_hybrid, tiny_dir):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_beams_are_those_of_transformers(family, make_hybrid, tiny_dir):
-    """In a pool in which searches give way to each other, too."""
+    """They are, also in a pool in which searches preempt each other."""
     search = BeamSearchParams(beam_width=3, max_tokens=12, num_return_sequences=3, ignore_eos=True)
     prompts, model = tiny.prompts((9, 30), seed=4), tiny.load_oracle(tiny_dir(family))
     for num_blocks in (200, 14):
@@ -119,7 +119,7 @@ PAIRS = [*((one, one) for one in tiny.HYBRIDS), ("qwen3", "lfm2"), ("qwen3-next"
 
 @pytest.mark.parametrize(("family", "drafter"), PAIRS)
 def test_draft_models(family, drafter, make_hybrid, tiny_dir, confident):
-    """The target's own twin drafts what it says itself; another one is refused now and then, and goes on
+    """The target's own twin drafts the target's tokens; another one is rejected now and then, and goes on
     from the state behind what stands."""
     expected = tiny.greedy(tiny_dir(family), PROMPTS, 20)
     llm = make_hybrid(family, speculative_config=drafted_by(tiny_dir, drafter, 3), max_num_seqs=3)
@@ -167,7 +167,7 @@ def test_sequences_take_turns_where_states_are_few(make_hybrid, tiny_dir, confid
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_passes_of_a_draft_model_that_fail(family, make_hybrid, tiny_dir, confident):
-    """Those over several sequences, when most layers have written; each is computed again alone."""
+    """Passes over several sequences, when most layers have written; each is computed again alone."""
     llm = make_hybrid(family, speculative_config=drafted_by(tiny_dir, family, 3))
     forward, counted = llm.engine.drafter.cache.runner.forward, [0]
 

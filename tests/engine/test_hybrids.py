@@ -1,5 +1,5 @@
-"""Models with recurrent layers, however they are batched, chunked, preempted, cached or forked, say what
-transformers says."""
+"""Models with recurrent layers, however they are batched, chunked, preempted, cached or forked, answer as
+transformers does."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_several_outputs_share_a_state_until_they_go_on(family, tiny_dir) -> Non
 
 @pytest.mark.parametrize("family", FEW)
 def test_drafts_change_nothing(family, tiny_dir, expected: Expected) -> None:
-    """Of a row some drafts stand and some do not: the state behind the last one that stands goes on."""
+    """Some drafts of a row stand and some do not: the state behind the last one that stands goes on."""
     answers = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, expected(family), strict=True)}
 
     def draft(requested: list[tuple[Sequence, int]]) -> None:

@@ -39,7 +39,7 @@ def load(directory, disk, **options) -> LLM:
 
 
 def settled(llm: LLM) -> DiskStateStats:
-    """What is on its way to disk has arrived, or has not."""
+    """Wait until pending writes to disk have ended. Returns: the disk's counts of states."""
     tiers = llm.engine.tiers
     tiers.states.flush()
     tiers.submit()

@@ -70,7 +70,7 @@ def test_a_state_that_is_loaded_is_found_on_the_device(tiny_dir, expected) -> No
 
 
 def test_a_hit_ends_at_the_deepest_state(tiny_dir, expected) -> None:
-    """Of 48 tokens on the host, 40 lie before a state, as another prompt ended there."""
+    """40 of 48 tokens on the host lie before a state, as another prompt ended there."""
     long = tiny.prompts((64,), seed=6)[0]
     prompts = [long[:41], long, PROMPTS[0], PROMPTS[2], long[:50]]
     llm = load(tiny_dir("qwen3-next"))
@@ -164,7 +164,7 @@ def test_states_that_cannot_be_loaded_lose_hits(every, family, tiny_dir, expecte
 
 
 def failing(monkeypatch, llm: LLM, name: str, every: int) -> None:
-    """Of a store's calls every so many fail when part of the bytes has been moved."""
+    """Make one of so many calls of a store fail when part of the bytes has been moved."""
     ((states,),) = [[feature for feature in llm.engine.extensions.ordered if hasattr(feature, "rows")]]
     store, calls = states.store, [0]
     move = getattr(store, name)

@@ -1,4 +1,4 @@
-"""What must hold whatever the policy: memory given back, neighbours untouched, results reproducible."""
+"""Invariants of every policy: memory given back, neighbours untouched, results reproducible."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_compressing_never_writes_a_block_that_another_may_read(policy, make_llm
 
 
 def test_prefix_hits_after_compression_are_exact(make_llm):
-    """What a compressed request left in the index is what full attention computes."""
+    """Blocks that a compressed request left in the index are those of full attention."""
     prompts = tiny.prompts((64, 90), seed=11)
     fresh = make_llm(block_size=8, enable_prefix_caching=False).generate(prompts, GREEDY)
     llm = make_llm(block_size=8)

@@ -31,7 +31,7 @@ SPECS = tuple(
 
 
 def compressed(llm, policy, monkeypatch, *, alone):
-    """What every pass kept by sequence, and the outputs; most sequences of a round."""
+    """Positions that every pass kept by sequence, the outputs, and the most sequences of a round."""
     run, passes, most = llm.engine.compression.run, {}, [0]
 
     def watched(jobs):

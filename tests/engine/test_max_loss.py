@@ -124,7 +124,7 @@ def promising(stats: QueryStats, max_loss: float = 0.05, **fields) -> Compressio
 @pytest.mark.parametrize("max_loss", [0.01, 0.04, 0.05])
 @pytest.mark.parametrize("length", PROMPTS)
 def test_the_budget_is_the_curves(llm, stats, length, max_loss, content) -> None:
-    """As if it had been given; where the curve has none, the full cache, and the answer says so."""
+    """It serves as if it had been given; without one on the curve, the full cache, and outputs report it."""
     config = promising(stats, max_loss, content=content)
     budget = CURVE.promised("auto", max_loss, length, content)
     named = None if budget is None else CompressionConfig("knorm", budget, stats=stats)
@@ -148,7 +148,7 @@ def test_prefix_hits_and_forks_have_the_budget_of_the_whole_prompt(llm, stats) -
 
 
 def test_a_compressed_prefix_has_the_budget_of_its_own_length(llm, stats) -> None:
-    """So that prompts of different lengths share it. Where it must stay whole, it is not compressed."""
+    """Prompts of different lengths share it. Where it must stay whole, it is not compressed."""
     llm.engine.reset_prefix_cache()
     for tail in (1, 120):
         prompt = {"prompt_token_ids": PROMPTS[250] + PROMPTS[257][:tail], "compress_prompt_at": 250}
@@ -331,7 +331,7 @@ class TestFormats:
         ],
     )
     def test_of_a_format_by_hand_its_own_losses_count(self, directory, form, max_loss, budget) -> None:
-        """Whatever another one would take."""
+        """Those of other formats do not count."""
         assert self.served(directory, max_loss, dtype="float32", kv_cache_dtype=form) == (form, budget)
 
     @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def answers(llm: LLM, way: CompressionConfig | None, together: bool) -> list[Any]:
-    """Of every prompt, the tokens of each answer."""
+    """The tokens of each answer of every prompt."""
     batches = [range(len(PROMPTS))] if together else [[i] for i in range(len(PROMPTS))]
     outputs = [
         output

@@ -24,7 +24,7 @@ POOLED = "pooled(alpha=0.9, rows=16, first=24, last=6, layers=0, block=16, sinks
 
 @dataclass(frozen=True)
 class Part:
-    """What switches a feature on. engine, compression, sampling, request: options by name"""
+    """Options that switch a feature on. engine, compression, sampling, request: options by name"""
 
     family: str | None = None
     engine: dict[str, Any] = field(default_factory=dict)
@@ -132,7 +132,7 @@ def outputs(on: set[F], make_llm, tmp_path) -> list[list[float]]:
 
 
 def assert_same(found: list[list[float]], wanted: list[list[float]]) -> None:
-    """All outputs have the same tokens, or about the same log-probabilities, as far as both go."""
+    """Check that all outputs have the same tokens, or about the same log-probabilities, as far as both go."""
     for one, other in itertools.product(found, wanted):
         length = min(len(one), len(other))
         assert one[:length] == pytest.approx(other[:length], abs=1e-3)

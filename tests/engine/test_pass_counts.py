@@ -50,7 +50,7 @@ def model(tmp_path_factory):
 
 
 def rounds(path, policy, num_requests, monkeypatch):
-    """What each round of passes launches and waits for, with this many requests due together."""
+    """Launches and waits of each round of passes, with this many requests due together."""
     llm = LLM(
         path,
         dtype="float32",
@@ -109,7 +109,7 @@ def test_first_pass_of_unequal_heads(policy, model, monkeypatch):
 
 
 TOKENS = 2176
-"""Of a sequence at a pass, at a budget of 2,048."""
+"""Tokens of a sequence at a pass, at a budget of 2,048."""
 
 
 @pytest.mark.parametrize("policy", ["triattention", "expected_attention", "r_kv", "shares(surrogate)"])
@@ -128,7 +128,7 @@ def test_passes_of_a_real_size(policy, model, monkeypatch):
 
 
 def test_working_memory(monkeypatch):
-    """On a CPU what it is; on a GPU more, if much is free."""
+    """It is fixed on a CPU; on a GPU more, if much is free."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8000, 9000))
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert (working_bytes(cpu, 10), working_bytes(gpu, 10), working_bytes(gpu, 2000)) == (10, 1000, 2000)

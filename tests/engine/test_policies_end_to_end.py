@@ -23,7 +23,7 @@ WINDOW = 4
 
 @dataclass(frozen=True)
 class FirstPass:
-    """What the first compression chose: kept [L, K, budget] of num_tokens tokens."""
+    """Choices of the first compression: kept [L, K, budget] of num_tokens tokens."""
 
     kept: Tensor
     num_tokens: int
@@ -185,7 +185,7 @@ def test_expected_attention_of_calibrated_queries(family, make_llm, passes, monk
 
 @pytest.mark.parametrize("inner", ["h2o", "snapkv", "tova", "r_kv", "expected_attention", "query_mixture"])
 def test_critical_ranks_the_second_half_again(inner, make_llm, passes):
-    """Of 14 places 7 go to the best of the inner policy, which are what it would keep in 7 places."""
+    """7 of 14 places go to the best of the inner policy, which are what it would keep in 7 places."""
     llm = make_llm(enable_prefix_caching=False)
     prompt = tiny.prompts((61,), seed=2)
     firsts = []

@@ -1,4 +1,4 @@
-"""At every pass, after many others, a policy that reads queries scores as a shadow in fp64 does."""
+"""A policy that reads queries scores as a shadow in fp64 at every pass, after many others."""
 
 from __future__ import annotations
 

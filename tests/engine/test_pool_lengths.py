@@ -112,7 +112,7 @@ def test_all_requests_of_max_model_len_are_served_and_longer_ones_are_not(family
 
 
 def test_a_sibling_chooses_from_the_memory_that_is_free_now(make_llm, monkeypatch):
-    """And no longer blames a number that was never passed."""
+    """Its errors no longer name a number that was never passed."""
     llm = make_llm(num_blocks=None, max_num_seqs=4)
     chosen = llm.engine.config
     block_bytes = llm.engine.cache.bytes_per_block

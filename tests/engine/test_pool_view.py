@@ -58,7 +58,7 @@ def check(engine):
 
 
 def test_what_only_snapshots_hold_is_cached(make_llm):
-    """Also while a turn goes on from one; `stats` and a step's figures say the same."""
+    """They are cached also while a turn goes on from one; `stats` and a step's figures agree."""
     llm = make_llm(block_size=8, num_blocks=60, max_num_batched_tokens=48, conversation_snapshots=True)
     (prompt,) = tiny.prompts((100,), seed=4)
     params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)

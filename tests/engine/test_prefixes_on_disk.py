@@ -1,4 +1,4 @@
-"""A document is compressed once; whoever asks about it after a restart gets the answers of an engine that
+"""A document is compressed once; a request about it after a restart gets the answers of an engine that
 compressed it by itself, bit for bit, and a file that is not whole is never used."""
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def counters(llm):
 
 
 def settled(llm):
-    """What is on its way to disk has arrived, or has not."""
+    """Wait until pending writes to disk have ended."""
     prefixes = llm.engine.tiers.prefixes
     while prefixes.is_busy:
         prefixes.workers.wait(0.1)
@@ -273,7 +273,7 @@ def test_a_disk_that_fails_now_and_then(number, every, tmp_path, make_llm):
 
 
 def test_the_size_is_a_bound(tmp_path, make_llm):
-    """Of slots and prefixes together; what was used last stays."""
+    """The size bounds slots and prefixes together; what was used last stays."""
     size = 1_500_000
     options = tiers(tmp_path, kv_offloading_disk_size=size / GIB, prefix_snapshot_fraction=0.1)
     llm = make_llm(**options)

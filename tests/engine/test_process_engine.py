@@ -55,7 +55,7 @@ def launch(calibrated_dir, monkeypatch) -> Launch:
 
 @pytest.fixture(params=["bell", "socket"])
 def waker(request, monkeypatch) -> str:
-    """What wakes the event loop: the eventfd that Linux has, or the socket, as elsewhere."""
+    """The waker of the event loop: the eventfd that Linux has, or the socket, as elsewhere."""
     if request.param == "socket":
         monkeypatch.setattr(started, "new_bell", lambda: None)
     elif new_bell() is None:
@@ -149,7 +149,7 @@ def test_aborts_at_any_moment_leave_nothing(launch: Launch) -> None:
 
 
 def test_a_new_setting_is_made_while_others_go_on(launch: Launch, calibrated_dir, tmp_path: Path) -> None:
-    """And one whose caller has gone meanwhile is never run."""
+    """A request whose caller has gone meanwhile is never run."""
     model = tmp_path / "model"
     shutil.copytree(calibrated_dir("qwen3"), model)
 
@@ -243,7 +243,7 @@ def test_its_last_messages_are_read(launch: Launch, waker: str) -> None:
 
 
 def test_a_panic_ends_every_request_and_is_reported(launch: Launch) -> None:
-    """What is no Exception, as a library's panic, ends the engine, not its process."""
+    """A BaseException that is no Exception, as a library's panic, ends the engine, not its process."""
     endless = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True)
 
     async def main() -> None:

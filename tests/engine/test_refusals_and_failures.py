@@ -100,7 +100,7 @@ def test_statistics_that_are_missing_or_foreign(make_llm, tiny_dir, calibrated_d
 
 
 def test_a_request_whose_numbers_break_does_not_infect_others(make_llm):
-    """One token's embedding is NaN; whoever uses it fails, and the blocks it leaves are clean again."""
+    """One token's embedding is NaN; each request with it fails, and the blocks it leaves are clean again."""
     llm = make_llm(num_blocks=12, enable_prefix_caching=False)
     good = tiny.prompts((20, 25))
     expected = llm.generate(good, GREEDY)

@@ -19,7 +19,7 @@ REPORTS = st.lists(st.none() | st.dictionaries(st.integers(0, 300_000), NUMBERS,
 
 @given(REPORTS, REPORTS)
 def test_reports_are_what_was_given(first, second):
-    """After pickling and put together, in the order of each report; as often as one asks."""
+    """They are, after pickling and put together, in the order of each report, at every read."""
     sent, later = pickle.loads(pickle.dumps((Reports(first), Reports(second))))
     sent.extend(later)
     assert len(sent) == len(first) + len(second)
@@ -55,7 +55,7 @@ def test_news_cross_whole():
 
 
 def plain(value: object) -> object:
-    """All fields, with what reports report."""
+    """All fields, with the contents of reports."""
     if isinstance(value, Reports):
         return list(value)
     if isinstance(value, dict):

@@ -45,7 +45,7 @@ def test_indexed_tokens_are_the_full_blocks_of_the_prompt(length, indexed, make_
 
 
 def test_indexed_tokens_of_a_prompt_that_was_compressed_on_its_way(make_llm):
-    """What was computed before the first pass entered the index; nothing after it did."""
+    """Tokens computed before the first pass entered the index; none after it did."""
     llm = make_llm(block_size=8, max_num_batched_tokens=16)
     m = llm.generate(tiny.prompts((90,))[0], GREEDY, small("knorm"))[0].metrics
     assert m.num_indexed_tokens == 40
@@ -163,7 +163,7 @@ def test_a_steps_figures_add_up(make_llm):
 
 
 def test_a_request_that_fits_nowhere_although_let_in_fails_alone(make_llm, monkeypatch):
-    """What admission promised is wrong for one: the engine says so and goes on."""
+    """Admission promised too much to one request: the engine reports it and goes on."""
     llm = make_llm(num_blocks=4)
     monkeypatch.setattr(request_factory, "check_length", lambda *_, **__: None)
     engine = llm.engine

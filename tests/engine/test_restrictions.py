@@ -1,4 +1,4 @@
-"""What restricts tokens and text: beside transformers' generate, and beside the tokenizer's own decoding."""
+"""Restrictions of tokens and text: beside transformers' generate and the tokenizer's own decoding."""
 
 from __future__ import annotations
 

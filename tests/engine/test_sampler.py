@@ -174,7 +174,7 @@ def test_however_many_tokens_are_looked_at_the_largest_of_those_kept_wins(
 
 
 def test_tokens_that_were_not_looked_at_come_as_often_as_they_should() -> None:
-    """All of a vocabulary in which those behind the likeliest few have about half of the probability."""
+    """In this vocabulary the tokens behind the likeliest few have about half of the probability."""
     logits = noise(7, 8 * SIZES[0]) / 4
     chances = logits.softmax(-1)
     order = chances.argsort(descending=True).tolist()
@@ -205,7 +205,7 @@ def test_a_seed_repeats_itself_whatever_else_is_in_the_batch() -> None:
     logits = noise(4, 3, 200)
 
     def tokens(order: list[int]) -> list[list[int]]:
-        """Per sequence its tokens over 10 steps; the others in the batch come and go."""
+        """Tokens by sequence over 10 steps; the others in the batch come and go."""
         rows = {i: row(SamplingParams(temperature=5.0, top_p=0.9), seed=i) for i in range(3)}
         out: dict[int, list[int]] = {i: [] for i in range(3)}
         for step in range(10):
@@ -290,7 +290,7 @@ def test_a_row_of_which_no_token_may_come_is_an_error_of_its_own(drawn: dict) ->
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple), max_size=6), st.data())
 @settings(max_examples=200, deadline=None)
 def test_a_token_that_would_complete_a_word_is_forbidden(words, data) -> None:
-    """Against looking for each word in what each token would make."""
+    """Compared with a search for each word in the text that each token would make."""
     generated = data.draw(st.lists(st.integers(0, 2), max_size=6))
     want = {token for token in range(3) for word in words if (*generated, token)[-len(word) :] == word}
     assert set(completing(words, generated)) == want
@@ -298,7 +298,7 @@ def test_a_token_that_would_complete_a_word_is_forbidden(words, data) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 5, VOCAB, VOCAB + 3, -1])
 def test_logprobs_are_those_of_the_model(count: int) -> None:
-    """Of the likeliest and of the one drawn; before temperature, penalties, biases and bans."""
+    """Those of the likeliest and of the one drawn; before temperature, penalties, biases and bans."""
     logits = noise(7, VOCAB)
     params = SamplingParams(
         logprobs=count, temperature=9.0, repetition_penalty=2.0, top_k=VOCAB - 3, logit_bias={4: 1.0}

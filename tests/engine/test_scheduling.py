@@ -44,7 +44,7 @@ def test_the_order_in_which_waiting_requests_run(policy, expected, make_llm):
 
 
 def test_order_by_priority_and_arrival_whatever_comes(make_llm):
-    """Against sorting, for random priorities and arrivals between steps."""
+    """Compared with sorting, for random priorities and arrivals between steps."""
     engine, rng = make_llm(scheduling_policy="priority", max_num_seqs=1).engine, random.Random(4)
     ended, expected = [], []
     requests = [add(engine, f"r{i}", rng.randrange(-2, 3), 9, rng.randrange(1, 6)) for i in range(12)]

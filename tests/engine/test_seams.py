@@ -1,4 +1,4 @@
-"""Where rooms meet: what is lossy, failed or no number never reaches another request."""
+"""Seams between features: no lossy, failed or NaN block ever reaches another request."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_failed_pass_that_is_run_again_leaves_forks_alone(kernels, make_llm, m
 @pytest.mark.parametrize("chunk", [512, 24])
 @pytest.mark.parametrize("times", [1, 2])
 def test_what_was_no_number_is_not_cached(chunk, times, make_llm):
-    """Once, or with the retry again; in the only chunk of a prompt, or in its first."""
+    """NaN comes once, or in the retry again; in the only chunk of a prompt, or in its first."""
     llm = make_llm(block_size=S, max_num_batched_tokens=chunk)
     prompt = tiny.prompts((100,), seed=5)[0]
     expected = llm.generate([prompt], GREEDY)[0].outputs[0].token_ids
@@ -138,7 +138,7 @@ def test_what_was_no_number_is_not_cached(chunk, times, make_llm):
 
 
 def test_requests_that_arrive_together_are_compressed_at_different_steps(make_llm):
-    """And each as it is alone, preempted or not. The first one keeps all: its growth preempts others."""
+    """Each answers as alone, preempted or not. The first one keeps all: its growth preempts others."""
     prompts = tiny.prompts((30,) * 6, seed=9)
     config = CompressionConfig("knorm", budget=32, interval=24, sinks=2, recent=8)
 
@@ -169,7 +169,7 @@ def test_requests_that_arrive_together_are_compressed_at_different_steps(make_ll
 
 
 def test_blocks_that_cannot_be_prepared_end_the_requests_of_the_step(make_llm, monkeypatch):
-    """Rather than computing over whatever they hold."""
+    """They end rather than compute over whatever the blocks hold."""
     llm = make_llm(block_size=S, max_num_seqs=4)
     engine = llm.engine
     prompts = tiny.prompts((20, 21), seed=6)

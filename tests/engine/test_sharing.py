@@ -1,4 +1,4 @@
-"""Who shares what, as the page tells it."""
+"""Blocks that requests share, as the page shows them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_trees_by_hand() -> None:
 
 
 def test_blocks_counted_over_the_tree_are_those_held() -> None:
-    """With random rows: each level adds up, and what is spared is what tables name more than once."""
+    """Random rows: each level adds up, and the spared blocks are those that tables name more than once."""
     random = np.random.default_rng(2)
     for _ in range(50):
         texts = random.integers(0, 10**6, (3, 9))

@@ -1,4 +1,4 @@
-"""What policies ask to be kept counts: its bytes are known beforehand, and their bound holds."""
+"""Signals that policies need count: their bytes are known beforehand, and their bound holds."""
 
 from __future__ import annotations
 

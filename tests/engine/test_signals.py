@@ -1,4 +1,4 @@
-"""What a policy is given is what attention saw: against transformers, and against a shadow of every pass."""
+"""Signals are what attention saw: compared with transformers, and with a shadow of every pass."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def config(want: str = "mass", policy: str = "recorder", window: int = 5, **fiel
 
 @torch.inference_mode()
 def oracle_attentions(directory, tokens: list[int]) -> list[torch.Tensor]:
-    """Per layer [H, T, T]: transformers' own probabilities."""
+    """Transformers' own probabilities, [H, T, T] of each layer."""
     out = tiny.load_oracle(directory)(torch.tensor([tokens]), output_attentions=True)
     return [layer[0] for layer in out.attentions]
 
@@ -37,7 +37,7 @@ def oracle_attentions(directory, tokens: list[int]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kernels", ["native", "reference"])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_mass_is_the_column_sum_of_transformers_attention(family, kernels, chunk, make_llm, calibrated_dir):
-    """At the first pass nothing has been evicted, so the model alone says what it must be."""
+    """At the first pass nothing has been evicted, so the model alone determines it."""
     llm = make_llm(family, kernels=kernels, max_num_batched_tokens=chunk)
     prompt = tiny.prompts((61,), seed=2)[0]
     llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=2), config("mass", budget=30, interval=8))

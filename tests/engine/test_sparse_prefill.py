@@ -120,7 +120,7 @@ def test_tiles_that_read_everything_give_the_bits_of_dense_layers(kernels, make_
     ],
 )
 def test_how_a_prompt_is_cut_changes_nothing(method, make_llm):
-    """Neither chunks, nor prefix hits, nor a preemption, nor company."""
+    """No chunks, prefix hits, preemption or company change it."""
     bare = tiny.prompts((150, 210, 330), seed=7)
     prompts, params = by(method, bare), replace(GREEDY, max_tokens=60)
     sizes = {"block_size": 8, "num_blocks": 200, "max_num_seqs": 8, "max_model_len": 400}
@@ -143,7 +143,7 @@ def test_how_a_prompt_is_cut_changes_nothing(method, make_llm):
 
 
 def test_each_method_finds_its_own_prefixes_alone(make_llm):
-    """Whoever asks for another one, or for none, computes, and the exact index holds nothing of it."""
+    """Requests with another one, or with none, compute, and the exact index holds nothing of it."""
     prompt = tiny.prompts((150,), seed=7)
     llm = make_llm(**SMALL)
     methods = POOLED, "dense", POOLED.replace("0.9", "0.5")
@@ -218,7 +218,7 @@ class TestPatterns:
         return make_llm(max_num_batched_tokens=1200, max_num_seqs=8, num_blocks=100)
 
     def test_calibration_finds_the_pattern_that_reads_most(self, llm, tmp_path, monkeypatch):
-        """Where a candidate reads everything, it is every head's; the file says so again."""
+        """Where a candidate reads everything, it is every head's; the file holds the same again."""
         everything = (
             AShape(sinks=64, local=64, block=64, layers=0, last=1),
             BlockSparse(top=100, block=64, layers=0, last=1),

@@ -87,7 +87,7 @@ def test_forks_and_preemption(make_llm, monkeypatch):
 
 @pytest.mark.parametrize("pieces", [1 << 24, 1])
 def test_scoring_a_continuation_reads_as_generating_it_did(pieces, make_llm, monkeypatch):
-    """In one go, all tokens after the prompt at once, each with its own blocks."""
+    """Scoring takes all tokens after the prompt at once, each with its own blocks."""
     monkeypatch.setattr("kvreclaim.engine.attend.reads.MAX_ELEMENTS", pieces)
     llm = make_llm(block_size=8, max_num_batched_tokens=64)
     prompts = tiny.prompts((60, 25), seed=14)

@@ -84,7 +84,7 @@ def test_the_same_noise_makes_two_distributions_agree_as_often_as_they_can():
 
 @pytest.fixture(scope="module")
 def repeating() -> list[list[int]]:
-    """Prompts that say things again, so that drafts are accepted now and then."""
+    """Prompts with repetitions, so that drafts are accepted now and then."""
     return [prompt * 3 for prompt in tiny.prompts((7, 25, 40), seed=1)]
 
 

@@ -9,10 +9,10 @@ from kvreclaim import LLM, SamplingParams, demo_model
 from kvreclaim.bench.host_steps import python_calls, without_forward
 
 STEPS = 16
-"""As many as a block has tokens: each sequence takes one block in them."""
+"""Steps, as many as a block has tokens: each sequence takes one block in them."""
 PARAMS = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 MOST = {None: (1010, 29), "ada_kv(knorm)": (1370, 40)}
-"""By policy: the most calls of a step of 32 sequences, and of each sequence more."""
+"""The most calls of a step of 32 sequences, and of each sequence more, by policy."""
 
 
 def mean_calls(num_seqs: int, policy: str | None) -> float:

@@ -145,7 +145,7 @@ def test_drafts_do_not_change_outputs(real_dir: Path) -> None:
 
 
 def test_the_mask_is_what_the_grammar_allows(llm: LLM) -> None:
-    """Against every token of the vocabulary, tried alone."""
+    """Compared with every token of the vocabulary, tried alone."""
     vocab = llm.loaded.vocab_size
     begun = llm.engine.feature(StructuredOutputs).grammars.begin(StructuredOutputsParams(regex="[ab]+c"))
     logits = torch.zeros(2, vocab)
@@ -258,7 +258,7 @@ def test_a_prepared_grammar_is_not_made_when_its_request_is_added(
 def test_the_next_mask_is_made_by_another_thread_before_it_is_needed(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only if the last token needed one."""
+    """It is made only if the last token needed one."""
     threads: list[threading.Thread] = []
     fill = grammar._fill
 

@@ -168,7 +168,7 @@ def test_without_prefix_caching(make_llm):
 
 
 def test_no_room_on_the_host(make_llm):
-    """Who finds no slots is computed again; the tokens are the same where rounding lets them be."""
+    """A sequence without slots is computed again; its tokens are the same where rounding allows it."""
     llm = make_llm(kv_offloading_size=40_000 / GIB, preemption_mode="swap")
     few, roomy = answers(llm, "query_mixture", every=5), answers(make_llm(), "query_mixture")
     assert [tokens for tokens, _ in few] == [tokens for tokens, _ in roomy]

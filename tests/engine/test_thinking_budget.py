@@ -56,7 +56,7 @@ def tracked(text: str, span: ThinkSpan, budget: int | None = None) -> ThinkTrack
 
 @given(st.lists(st.sampled_from(PARTS), max_size=12).map("".join), st.booleans())
 def test_what_is_counted_is_what_the_parser_calls_reasoning(text: str, begun: bool) -> None:
-    """By its bytes, one a token, but for merged words; the parser leaves out white space around it."""
+    """Counted by bytes, one a token, but for merged words; the parser leaves out white space around it."""
     opening = r"(?:\s*<think>)?" if begun else r"\s*<think>"
     inside = re.match(rf"{opening}(.*?)(?:{CLOSING}|\Z)", text, re.DOTALL)
     expected = inside[1] if inside else ""
@@ -86,7 +86,7 @@ SHORT = ["a", "b", "</", "<think>", CLOSING, " ", "\n"]
     st.lists(st.sampled_from(["a", "ab", "<", "think", " ", "\n", "b a", CLOSING]), max_size=3),
 )
 def test_stop_strings_end_the_answer_only(text: str, begun: bool, stops: list[str]) -> None:
-    """What is printed never changes; the answer begins behind the white space that follows the reasoning."""
+    """Text once printed never changes; the answer begins behind the white space after the reasoning."""
     opening = r"(?:\s*<think>)?" if begun else r"\s*<think>"
     inside = re.match(rf"{opening}.*?(?:{CLOSING}\s*|\Z)", text, re.DOTALL)
     start, expected = (inside.end() if inside else 0), text

@@ -36,7 +36,7 @@ def ask(llm):
 
 
 def write_all(llm):
-    """Whatever else the machine does just now."""
+    """Wait until all is written, whatever the load of the machine."""
     disk = llm.engine.tiers.disk
     while disk.tier.num_storing:
         disk.submit()

@@ -40,7 +40,7 @@ def watched(llm, monkeypatch, prompts, params=GREEDY, settings=None):
 @pytest.mark.parametrize("form", ["linear", "mlp"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "deepseek-v3"])
 def test_scores_are_what_the_weights_make_of_hidden_states(family, form, tiny_dir, monkeypatch):
-    """Of transformers' own model, by a hook on its attention; in the engine the prompt comes in chunks."""
+    """Compared with transformers' own model, by a hook on its attention; here the prompt comes in chunks."""
     llm = LLM(
         tiny_dir(family),
         dtype="float32",
@@ -123,7 +123,7 @@ def test_a_hit_brings_its_scores(policy, make_llm, monkeypatch):
 
 
 def test_blocks_without_scores_or_with_others_are_no_hit(make_llm, tiny_dir):
-    """And blocks with scores serve no other request: one salt for each set of weights."""
+    """Blocks with scores serve no other request: one salt for each set of weights."""
     llm = make_llm(block_size=8)
     prompts = tiny.prompts((70,), seed=3)
     other = calibrate(llm.loaded, tiny.prompts((150,), seed=6), kvzap="linear")

@@ -181,7 +181,7 @@ def best_in_int4(found, stats) -> QueryStats:
 
 
 def test_a_budget_in_bytes_chooses_the_format(best_in_int4, calibrated_dir) -> None:
-    """With policy and KV cache dtype left to choose; either that is named stays."""
+    """Policy and KV cache dtype are left to choose; either that is named stays."""
     directory = calibrated_dir("llama")
 
     def form(policy: str, budget: object, **options: object) -> str:

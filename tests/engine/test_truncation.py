@@ -1,4 +1,4 @@
-"""What a row keeps, found among few candidates, is what sorting the whole vocabulary keeps."""
+"""Tokens that a row keeps, found among few candidates, are those of sorting the whole vocabulary."""
 
 from __future__ import annotations
 

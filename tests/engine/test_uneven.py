@@ -193,7 +193,7 @@ def test_scoring_follows_generation(policy, make_llm):
 
 
 def test_equal_counts_choose_what_equal_heads_would(make_llm, monkeypatch):
-    """With counts that are all the budget, the outcome is that of the policy with equal counts."""
+    """Counts that are all the budget have the outcome of the policy with equal counts."""
     monkeypatch.setattr(
         odd_policies.HeadMixture,
         "counts",

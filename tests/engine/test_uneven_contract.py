@@ -1,4 +1,4 @@
-"""What a policy with unequal counts must answer, what it is shown, and where it is refused."""
+"""The contract of policies with unequal counts: their results, their views, and refusals."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_whatever_a_request_asks_for(sampling, make_llm):
     + [("quest", False)],
 )
 def test_of_prompts_that_are_found_as_much_is_found_as_without_drafts(policy, host, make_llm):
-    """What is computed anew, in other pieces, may be rounded otherwise; attention that is added up needs all,
+    """Tokens computed anew, in other pieces, may be rounded otherwise; attention that is added up needs all,
     and from the host whatever needs queries."""
     llm = make_llm(dtype="bfloat16")
     llm = on_host(llm) if host else llm

@@ -34,7 +34,7 @@ def test_every_policys_answers_are_the_full_caches(policy, family, make_llm):
 
 @pytest.mark.parametrize("family", tiny.HYBRIDS)
 def test_every_familys_answers_are_transformers(family, make_llm, tiny_dir):
-    """And where a companion keeps everything, every draft is accepted: it drafts from the target's state."""
+    """Where a companion keeps everything, every draft is accepted, too: it drafts from the target's state."""
     greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     llm = make_llm(family)
     found = llm.generate(PROMPTS, greedy, drafting("knorm", budget=120))
@@ -85,7 +85,7 @@ def test_passes_that_fail(family, make_llm):
 
 @pytest.mark.parametrize("state_drafts", [0, 1, 5])
 def test_drafts_take_the_slots_that_are_left(state_drafts, make_llm, monkeypatch):
-    """In a full house those kept for them, and no checkpoint gives way to one; whoever is alone has all."""
+    """At max_num_seqs those kept for them, and no checkpoint is evicted for one; a request alone has all."""
     prompts = tiny.prompts((30, 33, 35, 30, 20, 10), seed=2)
     llm = make_llm("lfm2", max_num_seqs=3, state_checkpoints=2, state_drafts=state_drafts)
     states, counts = llm.engine.memory.recurrent, llm.engine.totals.speculation

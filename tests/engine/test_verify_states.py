@@ -1,4 +1,4 @@
-"""What companions hold, step by step, and that nothing that befalls them changes an answer."""
+"""Contents of companions, step by step; no failure of theirs changes an answer."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_companion_holds_its_owners_bytes_where_the_policy_kept_them(
 
 
 def last_full_caches(llm: LLM, config) -> dict:
-    """By request, the keys and values after its last step but one, and the blocks that they took."""
+    """The keys and values of each request after its last step but one, and the blocks that they took."""
     found = {}
     add(llm, config)
     while llm.engine.has_unfinished:
@@ -156,7 +156,7 @@ def test_ended_at_any_step_all_of_it_is_gone(policy, host, make_llm):
 
 
 def every_second(function, instead):
-    """What it does, and every second time something else."""
+    """Wrap a function: every second call goes to another one."""
     calls = [0]
 
     def either(*arguments, **named):

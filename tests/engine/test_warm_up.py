@@ -13,7 +13,7 @@ from kvreclaim.engine.api.warm_up import warm_up
 
 @pytest.mark.parametrize(("budget", "recent"), [(2048, 32), ("50%", 32), (200, 128)])
 def test_a_warm_up_compresses_by_the_models_best_policy(budget, recent, caplog) -> None:
-    """Also under a share of the bytes, and where half of its prompt is less than what always stays."""
+    """It does under a share of the bytes, and where half of its prompt is less than what always stays."""
     llm = LLM(demo_model(), num_blocks=64, max_num_batched_tokens=256)
     made = []
 

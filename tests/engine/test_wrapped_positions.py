@@ -1,4 +1,4 @@
-"""What protect and segments promise about positions of the text holds in the engine, pass after pass."""
+"""Promises of protect and segments about positions of the text hold in the engine, pass after pass."""
 
 import pytest
 import tiny

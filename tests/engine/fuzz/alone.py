@@ -34,7 +34,7 @@ LIMITS = {
     "pairs": {"structured_outputs": StructuredOutputsParams(regex=f"([{EVEN}][{ODD}])*")},
     "nested": {"structured_outputs": StructuredOutputsParams(grammar=NESTED)},
 }
-"""By what an operation calls it."""
+"""Sampling parameters by the name that an operation has for them."""
 
 
 GRAMMARS = ("pairs", "nested")
@@ -52,7 +52,7 @@ def follows(limits: str | None, tokens: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class Question:
-    """What an answer depends on, company aside."""
+    """All that an answer depends on, company aside."""
 
     prompt: tuple[int, ...]
     continuation: tuple[int, ...]
@@ -77,7 +77,7 @@ class Question:
 
     @property
     def as_alone(self) -> Question:
-        """What gives the same answer: whatever only drafts says nothing."""
+        """The question without what only drafts: it has the same answer."""
         return replace(self, salt=None, verify=0, policy=None if self.verify else self.policy)
 
     @property
@@ -155,7 +155,7 @@ class Answer:
         )
 
     def parts(self, question: Question) -> list[Answer]:
-        """What may be preempted for itself."""
+        """The parts that may be preempted one by one."""
         if question.kind != "many":
             return [self]
         pairs = zip(self.tokens, self.logprobs, strict=True)
@@ -172,7 +172,7 @@ class Oracle:
         self._others: dict[str, Oracle] = {}
 
     def of(self, family: str) -> Oracle:
-        """Of a machine of another family."""
+        """The oracle of a machine of another family."""
         if family not in self._others:
             self._others[family] = Oracle(self.machine.of(family))
         return self._others[family]
@@ -185,8 +185,8 @@ class Oracle:
         self.known.update(zip(ordered, self.machine.together(ordered), strict=True))
 
     def gives(self, question: Question, got: Answer) -> bool:
-        """Whether the request alone answers so, or would if its embeddings were off in their last bits: two
-        logits or two scores may be as good as equal, and company changes the last bit of a sum. An output
+        """Whether the request alone has this answer, or would if its embeddings were off in their last bits:
+        two logits or two scores may be as good as equal, and company changes the last bit of a sum. An output
         that was preempted has met company of its own."""
         question = question.as_alone
         self.learn([question])

@@ -20,7 +20,7 @@ FIRST_SPECIAL = GUILTY
 NEVER = -1e4
 """The logit of special tokens, where the model forbids them."""
 NUM_POSITIONS = 512
-"""That it has angles of; some checks look beyond what an engine serves."""
+"""Positions that it has angles of; some checks look beyond what an engine serves."""
 
 
 class Boom(RuntimeError):
@@ -28,7 +28,7 @@ class Boom(RuntimeError):
 
 
 class Faults:
-    """What may go wrong in a forward pass, which is given to a model as `forward`. No fault is on at first.
+    """Faults of a forward pass, which is given to a model as `forward`. No fault is on at first.
 
     forbids:    special tokens are never drawn
     raises:     passes that are still to fail when all but the last layer is computed
@@ -119,7 +119,7 @@ class Lean(Faults):
     def __call__(
         self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor | int, kv_batch: Any, **_: Any
     ) -> SimpleNamespace:
-        """As transformers' own: logits [1, rows, V]."""
+        """Compute as transformers' own model: logits [1, rows, V]."""
         self.fired = None
         ids = input_ids[0].tolist()
         hidden = self.spoil(self.embeddings[ids], ids)

@@ -56,14 +56,14 @@ WINDOWED: Mapping[str, Mapping[str, Any]] = {
         "attn_temperature_tuning": False,
     },
 }
-"""Of sliding windows, and of chunks."""
+"""Models with sliding windows, and with chunks."""
 _SMALL = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
 HYBRID: Mapping[str, Mapping[str, Any]] = {
     "qwen3-next": {**_SMALL, "linear_num_value_heads": 2, "linear_num_key_heads": 1},
     "falcon-h1": _SMALL,
     "lfm2": {"hidden_size": 64, "intermediate_size": 64},
 }
-"""Of a delta rule, of Mamba 2 beside attention, of short convolutions."""
+"""Models with a delta rule, with Mamba 2 beside attention, with short convolutions."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class BrokenCopies:
 
 
 class Machine:
-    """What all engines of a run share. texts: the prompts of which requests take the beginnings.
+    """State that all engines of a run share. texts: the prompts of which requests take the beginnings.
 
     family: llama, or one some of whose layers have windows, or are recurrent
     """

@@ -1,4 +1,4 @@
-"""What may be done to an engine, as data: any operation is possible at any moment, so any may be left out."""
+"""Operations on an engine, as data: any operation is possible at any moment, so any may be left out."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ SPARSE = (
 
 
 LIMITS = ("allowed", "bad_words", "bias", "pairs", "nested")
-"""What may restrict or lift the tokens that are drawn."""
+"""Parameters that restrict or lift the tokens that are drawn."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ Operation = Ask | Abort | Raise | NotFinite | Brittle | Reset | Step
 
 @dataclass(frozen=True)
 class Habits:
-    """What one walk does often: few policies and salts meet each other, and failures come in swarms."""
+    """Habits of one walk: few policies and salts meet each other, and failures come in swarms."""
 
     policies: tuple[str | None, ...]
     kinds: tuple[str, ...]
@@ -217,13 +217,13 @@ class Habits:
 
 
 UNTIED = tuple(policy for policy in POLICIES if "norm" not in policy)
-"""Without those that go by the norms of keys: in the first layer these are equal wherever a token stands
-again, so company decides."""
+"""Policies without those that go by the norms of keys: in the first layer these are equal wherever a token
+stands again, so company decides."""
 
 
 def crowded(random: Random, setup: Setup, operations: list[Operation]) -> tuple[Setup, list[Operation]]:
-    """The same walk where all ask about one text, nearly all are compressed, with one or several outputs, and
-    blocks are few: a pass over blocks that others read, too, finds none free."""
+    """The same walk where all requests share a text, nearly all are compressed, with one or several outputs,
+    and blocks are few: a pass over blocks that others read, too, finds none free."""
     setup = replace(
         setup,
         kv_format="fp32",
@@ -261,7 +261,7 @@ def crowded(random: Random, setup: Setup, operations: list[Operation]) -> tuple[
 
 
 def talking(random: Random, setup: Setup, operations: list[Operation]) -> tuple[Setup, list[Operation]]:
-    """The same walk where most ask on after an earlier answer, compressed as that one was, and begin with
+    """The same walk where most requests go on after an earlier answer, compressed as that was, and begin with
     what it has kept; only their attention is compared."""
     setup = replace(
         setup,
@@ -296,7 +296,7 @@ DROPS: tuple[tuple[tuple[int, int], ...], ...] = (
     ((2, 14), (17, 22)),
     ((2, 14), (17, 36)),
 )
-"""Each more than the one before."""
+"""Spans to drop, each time more than before."""
 
 
 def dropping(random: Random, setup: Setup, operations: list[Operation]) -> tuple[Setup, list[Operation]]:

@@ -14,7 +14,7 @@ from walk import Walk
 from kvreclaim.engine.attend import streamed
 
 SEEDS = (1020, 1023, 1026, 1027, 1030, 1033, 1036, 1037, 1042, 1043)
-"""Of walks in which something happens."""
+"""Seeds of walks in which something happens."""
 HYBRID_SEEDS = (2003, 2005, 2007)
 FORMS = ({}, {"talk": True}, {"crowd": True})
 STEPS = 40
@@ -31,7 +31,7 @@ NOT_FINITE = Walk(
     Setup(num_blocks=40, max_num_batched_tokens=16, shadow=False),
     (Ask(cut=27), NotFinite("all"), Step(4), Ask(cut=27)),
 )
-"""What was computed with NaN is found by no prompt, also where no request reads the logits of a chunk."""
+"""Blocks computed with NaN are hit by no prompt, also where no request reads the logits of a chunk."""
 COPIED = Walk(
     Setup(num_blocks=5, max_num_seqs=3, prefix_caching=False),
     tuple(
@@ -149,7 +149,7 @@ def test_a_random_walk_over_blocks_in_host_memory(seed, machine, oracle, monkeyp
 
 @pytest.mark.parametrize("on_host", [False, True])
 def test_random_walks_that_verify(on_host, machine, oracle):
-    """Whatever gives way, fails or is aborted: answers are those of requests that nothing compresses."""
+    """Answers are those of uncompressed requests, whatever is preempted, fails or is aborted."""
     counts = Counter()
     for seed in SEEDS:
         drawn = Walk.of_seed(seed, STEPS)
@@ -178,7 +178,7 @@ def test_random_walks_that_verify(on_host, machine, oracle):
 
 @pytest.mark.parametrize("seed", HYBRID_SEEDS)
 def test_a_random_walk_over_recurrent_layers(seed, machine, oracle):
-    """Whatever fails, gives way, is forked, compressed or guessed: states are those of the request alone."""
+    """States are those of the request alone, whatever fails, is preempted, forked, compressed or drafted."""
     counts = Walk.of_seed(seed, STEPS, hybrid=True, **FORMS[seed % 3]).run(machine, oracle)
     assert counts["steps"] > 0
 

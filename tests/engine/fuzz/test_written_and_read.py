@@ -1,4 +1,4 @@
-"""Whoever wrote what a prompt hits, and whoever reads it: warm is as cold.
+"""Blocks written under any policy and read under any other: warm is as cold.
 
 One request answers under the writer's policy; another one goes on with its prompt and answer under the
 reader's, and hits what may be hit.

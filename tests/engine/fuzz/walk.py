@@ -115,7 +115,7 @@ class Walk:
         return None
 
     def __str__(self) -> str:
-        """As Python that builds it; neighbouring steps as one."""
+        """Python that builds the walk; neighbouring steps as one."""
         lines: list[Operation] = []
         for operation in self.operations:
             if isinstance(operation, Step) and lines and isinstance(lines[-1], Step):
@@ -169,7 +169,7 @@ def walk_on(machine: Machine, seed: int, num_steps: int) -> int:
 
 
 def last_lines(error: Exception, count: int = 4) -> str:
-    """Where it was raised: the innermost calls."""
+    """The innermost calls of the traceback."""
     return "".join(traceback.format_list(traceback.extract_tb(error.__traceback__)[-count:]))
 
 

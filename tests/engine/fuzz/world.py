@@ -29,7 +29,7 @@ OFF = 1e-5
 COMPRESSION = ("policy", "budget", "interval", "sinks", "compress_prompt_at", "salt")
 """Fields of an Ask that the turns of a conversation have in common."""
 OFF_NATIVE = 1e-4
-"""Of native kernels over codes."""
+"""The same of native kernels over codes."""
 
 
 @dataclass
@@ -341,7 +341,7 @@ def chunks_of(ask: Ask, num_prompt: int) -> Chunks | None:
 
 
 def num_signal_rows(engine: Engine) -> int:
-    """Of all sequences, in all stores of the engine's signals."""
+    """Rows of all sequences in all stores of the engine's signals."""
     signals = engine.signals
     stores = (*signals._queries.values(), signals._mass, signals.digests)
     return sum(len(store._rows) for store in stores) + len(signals.passes.kept)
