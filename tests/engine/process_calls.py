@@ -60,7 +60,7 @@ def num_steps(host: EngineCore) -> int:
     return host.engine.totals.steps
 
 
-def speaks(size: int, host: EngineCore) -> bytes:
+def zeros(size: int, host: EngineCore) -> bytes:
     """Return so many bytes."""
     return bytes(size)
 

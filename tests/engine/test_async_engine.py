@@ -29,10 +29,10 @@ def test_many_at_once_answer_like_alone(make_llm, num_blocks) -> None:
 
     async def main() -> list[dict[int, Answer]]:
         async with serving(llm) as engine:
-            news = [
+            specs = [
                 new(f"r{i}", length, params, compression=compressions[i]) for i, length in enumerate(lengths)
             ]
-            streams = await engine.add_all(news)
+            streams = await engine.add_all(specs)
             return await asyncio.gather(*(read(stream) for stream in streams))
 
     check_alone(alone, run(main()), lengths, params, compressions)
@@ -46,8 +46,8 @@ def test_aborts_at_any_moment_leave_nothing(make_llm, seed) -> None:
 
     async def main() -> AsyncEngine:
         async with serving(llm, witness) as engine:
-            hows = ["cancel", "before", "twice", "once"]
-            await asyncio.gather(*(abort_one(engine, f"r{i}", rng.choice(hows), rng) for i in range(60)))
+            ways = ["cancel", "before", "twice", "once"]
+            await asyncio.gather(*(abort_one(engine, f"r{i}", rng.choice(ways), rng) for i in range(60)))
             await engine.drained()
             await engine.call(lambda _: assert_idle(llm))
             assert engine.num_requests == engine.num_queued == 0

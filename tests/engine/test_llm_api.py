@@ -54,14 +54,14 @@ def test_a_wrong_mapping_is_refused(make_llm, prompt, field) -> None:
 def test_chat_answers_each_conversation(make_llm) -> None:
     """One or several, each with options of its own, as their rendered prompts are answered."""
     llm = make_llm("llama")
-    talks = [[{"role": "user", "content": text}] for text in ("end", "stop")]
+    conversations = [[{"role": "user", "content": text}] for text in ("end", "stop")]
     texts = ["user: end\nassistant: ", "user: stop\nassistant: "]
     params = [GREEDY, SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)]
     expected = [out.outputs[0].token_ids for out in llm.generate(texts, params)]
-    assert [out.outputs[0].token_ids for out in llm.chat(talks, params)] == expected
-    assert [out.outputs[0].token_ids for out in llm.chat(talks[0], params[0])] == expected[:1]
+    assert [out.outputs[0].token_ids for out in llm.chat(conversations, params)] == expected
+    assert [out.outputs[0].token_ids for out in llm.chat(conversations[0], params[0])] == expected[:1]
     with pytest.raises(InvalidArgumentError) as refused:
-        llm.chat(talks, params[:1])
+        llm.chat(conversations, params[:1])
     assert refused.value.field == "sampling_params"
     for empty in ([], [[]]):
         with pytest.raises(InvalidArgumentError) as refused:

@@ -91,10 +91,10 @@ def test_many_at_once_answer_like_alone(launch: Launch, make_llm, num_blocks: in
     async def main() -> list[tuple[dict[int, Answer], list]]:
         async with serving(launch(num_blocks=num_blocks, **limits)) as engine:
             assert await engine.call(calls.pid) == engine.pid != os.getpid()
-            news = [
+            specs = [
                 new(f"r{i}", length, params, compression=compressions[i]) for i, length in enumerate(lengths)
             ]
-            streams = await engine.add_all(news)
+            streams = await engine.add_all(specs)
             answers = await asyncio.gather(*(read(stream) for stream in streams))
             assert await engine.call(calls.idle)
             assert engine.num_requests == engine.num_queued == 0
@@ -139,8 +139,8 @@ def test_aborts_at_any_moment_leave_nothing(launch: Launch) -> None:
 
     async def main() -> None:
         async with serving(launch(num_blocks=60, block_size=8)) as engine:
-            hows = ["cancel", "once"]
-            await asyncio.gather(*(abort_one(engine, f"r{i}", rng.choice(hows), rng) for i in range(60)))
+            ways = ["cancel", "once"]
+            await asyncio.gather(*(abort_one(engine, f"r{i}", rng.choice(ways), rng) for i in range(60)))
             await engine.drained()
             await engine.abort_all()
             assert await engine.call(calls.idle)
@@ -209,7 +209,7 @@ def test_what_is_larger_than_a_piece_comes_whole(launch: Launch, waker: str) -> 
     async def main() -> None:
         async with serving(launch(num_blocks=400)) as engine:
             stream = await engine.add(new("a", params=SamplingParams(max_tokens=200, ignore_eos=True)))
-            found = await asyncio.gather(*(engine.call(partial(calls.speaks, size)) for _ in range(3)))
+            found = await asyncio.gather(*(engine.call(partial(calls.zeros, size)) for _ in range(3)))
             assert [len(each) for each in found] == [size] * 3
             answer = await read(stream)
             assert len(answer[0].token_ids) == 200
@@ -235,9 +235,9 @@ def test_its_last_messages_are_read(launch: Launch, waker: str) -> None:
             await asyncio.to_thread(engine._process.wait)
             if not engine.lost.is_set():
                 loop.add_reader(fileno, on_readable)
-            news = [update async for update in stream]
-            assert sum(len(d.token_ids) for update in news for d in update.deltas.values()) > 0
-            assert "ended by signal 9" in news[-1].error
+            updates = [update async for update in stream]
+            assert sum(len(d.token_ids) for update in updates for d in update.deltas.values()) > 0
+            assert "ended by signal 9" in updates[-1].error
 
     run(main())
 

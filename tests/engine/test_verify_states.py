@@ -170,7 +170,7 @@ def boom(*arguments, **named):
     raise RuntimeError("boom")
 
 
-def broken(verified: LLM, what: str, monkeypatch) -> None:
+def broken(verified: LLM, part: str, monkeypatch) -> None:
     verifier = verified.engine.feature(Verification).verifier
     forward = verifier.runner.forward
 
@@ -181,29 +181,29 @@ def broken(verified: LLM, what: str, monkeypatch) -> None:
     def drafts_by(function):
         return lambda step, *, observed=True: (forward if observed else function)(step, observed=observed)
 
-    if what == "drafting":
+    if part == "drafting":
         monkeypatch.setattr(verifying_module, "draft_all", every_second(verifying_module.draft_all, boom))
-    elif what == "copying":
+    elif part == "copying":
         copier = verifier.tracker.copier
         monkeypatch.setattr(copier, "copy", every_second(copier.copy, boom))
-    elif what == "choosing":
+    elif part == "choosing":
         monkeypatch.setattr(Knorm, "score_many", every_second(Knorm.score_many, boom))
-    elif what == "a draft's pass":
+    elif part == "a draft's pass":
         monkeypatch.setattr(verifier.runner, "forward", drafts_by(every_second(forward, boom)))
     else:
         monkeypatch.setattr(verifier.runner, "forward", drafts_by(every_second(forward, without_numbers)))
 
 
 @PLACES
-@pytest.mark.parametrize("what", ["drafting", "copying", "choosing", "a draft's pass", "logits"])
-def test_whatever_fails_answers_are_what_they_are(what, host, make_llm, monkeypatch):
+@pytest.mark.parametrize("part", ["drafting", "copying", "choosing", "a draft's pass", "logits"])
+def test_whatever_fails_answers_are_what_they_are(part, host, make_llm, monkeypatch):
     llm = make_llm()
     expected = results(llm.generate(PROMPTS, MIXED))
     verified = verified_of(llm, host)
-    broken(verified, what, monkeypatch)
+    broken(verified, part, monkeypatch)
     assert results(verified.generate(PROMPTS, MIXED, drafting("knorm"))) == expected
     num_failed = verified.engine.totals.speculation.num_failed
-    assert num_failed == 0 if what == "logits" else num_failed > 1
+    assert num_failed == 0 if part == "logits" else num_failed > 1
     assert verified.engine.totals.speculation.num_draft_tokens > 0
     assert_left_nothing(verified)
 
