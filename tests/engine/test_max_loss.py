@@ -331,7 +331,7 @@ class TestFormats:
         ],
     )
     def test_of_a_format_by_hand_its_own_losses_count(self, directory, form, max_loss, budget) -> None:
-        """Those of other formats do not count."""
+        """Losses of other formats do not count."""
         assert self.served(directory, max_loss, dtype="float32", kv_cache_dtype=form) == (form, budget)
 
     @pytest.mark.parametrize(

@@ -298,7 +298,7 @@ def test_a_token_that_would_complete_a_word_is_forbidden(words, data) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 5, VOCAB, VOCAB + 3, -1])
 def test_logprobs_are_those_of_the_model(count: int) -> None:
-    """Those of the likeliest and of the one drawn; before temperature, penalties, biases and bans."""
+    """The likeliest tokens and the drawn one, before temperature, penalties, biases and bans."""
     logits = noise(7, VOCAB)
     params = SamplingParams(
         logprobs=count, temperature=9.0, repetition_penalty=2.0, top_k=VOCAB - 3, logit_bias={4: 1.0}

@@ -109,7 +109,7 @@ def held(monkeypatch):
 @pytest.mark.parametrize("policy", ["shares(surrogate)", "shares(surrogate, by=static)", "surrogate"])
 @pytest.mark.parametrize(("budget", "sinks"), [(192, 64), (96, 32)])
 def test_every_head_holds_the_system_prompt_after_every_pass(policy, budget, sinks, make_llm, held, caplog):
-    """Of a longer one, as much as half of what is free; without protection it goes."""
+    """A longer one takes at most half of the free tokens; without protection it is evicted."""
     llm = make_llm(max_num_batched_tokens=64)
     conversation = [{"role": "system", "content": SYSTEM}, *TALK * 6]
     for protect in (True, False):

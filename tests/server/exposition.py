@@ -19,7 +19,7 @@ class Scrape:
 
     @property
     def names(self) -> set[str]:
-        """Of all samples, as PromQL knows them."""
+        """Names of all samples, as in PromQL."""
         return {sample.name for family in self.families.values() for sample in family.samples}
 
     def rows(self, name: str, **labels: str) -> Iterator[tuple[dict[str, str], float]]:
@@ -29,7 +29,7 @@ class Scrape:
                     yield sample.labels, sample.value
 
     def value(self, name: str, **labels: str) -> float:
-        """Of the one sample with these labels."""
+        """Value of the only sample with these labels."""
         found = [value for _, value in self.rows(name, **labels)]
         assert len(found) == 1, f"{name} {labels}: {len(found)} samples"
         return found[0]

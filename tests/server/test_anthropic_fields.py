@@ -222,7 +222,7 @@ def test_cache_salt(own: Running):
 
 
 def test_priority(own: Running):
-    """Of two that wait, the one with the lower number runs first."""
+    """The waiting request with the lower number runs first."""
     ended: list[int] = []
 
     class Watcher:

@@ -153,7 +153,7 @@ def test_more_messages_than_tokens_are_not_looked_at(
 
 @pytest.mark.parametrize("model", [*MODELS, MessageItem, CallOutputItem, ReasoningItem])
 def test_every_list_stops_at_its_first_wrong_element(model: type[BaseModel]):
-    """Of the schemas that pydantic made: a field that is added later is seen here as well."""
+    """Checks the schemas that pydantic made, so that fields added later are covered."""
     lists = [node for node in nodes(model.__pydantic_core_schema__) if node.get("type") == "list"]
     assert lists
     assert all(node.get("fail_fast") for node in lists)

@@ -327,7 +327,7 @@ def test_refusals_name_the_place(
 
 
 def test_special_tokens_are_those_that_llguidance_takes_for_such() -> None:
-    """Of the tokens that are added, all that are special, and those in angle brackets."""
+    """Added tokens count if they are special or in angle brackets."""
     tokenizer, names = tiny.tokenizer(), ("[X]", "<x", "x>", "<x>", "</x>", "<|x|>", "｜x｜", "<a b>")
     tokenizer.add_tokens([AddedToken(name, special=False) for name in names])
     known = output_format(tokenizer, ServerConfig(served_model_name=(MODEL,))).unwritten

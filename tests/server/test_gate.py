@@ -154,7 +154,7 @@ def test_a_long_path_is_cut_in_the_log(guarded: Running, log: Log):
 
 
 def test_variables_that_a_template_does_not_read(open_to_all: Running):
-    """Whatever their length, and although the template's text has the word."""
+    """Their length, and the word in the template's text, make no difference."""
     for name in ("", "for", "in", "loop", "message", "m", "x" * 200_000, "bos_token", "raise_exception"):
         body = {"model": MODEL, "messages": [{"role": "user", "content": "a"}]}
         body["chat_template_kwargs"] = {name: 1}

@@ -21,7 +21,7 @@ SELECTOR = re.compile(r"([a-z]+:[a-z0-9_]+)(?:\{([^}]*)\})?")
 
 
 def exported_name(metric: MetricSpec) -> str:
-    """As it stands in the text format, where a histogram's samples also end in one of SUFFIXES."""
+    """Name in the text format, where a histogram's samples also end in one of SUFFIXES."""
     return f"{metric.name}_total" if metric.kind is MetricKind.COUNTER else metric.name
 
 

@@ -134,7 +134,7 @@ def test_tools_and_what_they_gave(templated: Running):
 
 
 def test_an_answer_can_be_sent_back(templated: Running):
-    """As the client's object, and with all the nulls of its dictionary."""
+    """Both the client's object and its dictionary with all nulls are accepted."""
     params = {"model": MODEL, "max_tokens": 4, "temperature": 0.0}
     with openai_client(templated) as client:
         message = client.chat.completions.create(messages=MESSAGES, **params).choices[0].message

@@ -170,7 +170,7 @@ def test_a_request_is_refused_by_the_name_of_its_field(
 def test_the_name_does_not_hang_on_the_wording(
     client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, body: dict, more: dict, field: str
 ):
-    """Whatever the messages of the engine's refusals are: programs go by the field."""
+    """The field does not depend on the message: programs read the field."""
     monkeypatch.setattr(KVReclaimError, "__str__", lambda _: "it cannot be done.")
     assert refusal(client, body, more).param == field
 

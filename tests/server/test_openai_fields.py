@@ -176,7 +176,7 @@ def check_prompt_cache_retention(server: Talker) -> None:
 
 
 def check_agent_hint(server: Talker) -> None:
-    """Of the answer, too, full blocks are kept."""
+    """Full blocks of the answer are kept, too."""
     assert kept_s(server, agent_hint={"cache_control": {"ttl": 300}}) == 300
     hint = {"cache_control": {"type": "ephemeral"}}
     assert kept_s(server, agent_hint=hint) == 300
@@ -311,7 +311,7 @@ QUESTION = "what was said of the sun"
 
 
 def check_documents(server: Talker) -> None:
-    """As the engine's own chunks; in whatever order, and in a chat before the last user message."""
+    """Documents are the engine's chunks, in any order; in a chat, before the last user message."""
     sun, stars = DOCUMENTS[0] + "\n\n", "Stars\n" + DOCUMENTS[1]["text"] + "\n\n"
     for documents, texts in ((DOCUMENTS, [sun, stars]), (DOCUMENTS[::-1], [stars, sun])):
         (expected,) = server.oracle.generate([*map(Chunk, texts), QUESTION], SamplingParams(**GREEDY))

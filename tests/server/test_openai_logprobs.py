@@ -20,7 +20,7 @@ GREEDY = {"model": MODEL, "temperature": 0.0, "max_tokens": 24}
 
 @pytest.fixture
 def words(server: Running) -> Iterator[openai.OpenAI]:
-    """Of the demo model, whose tokens are words."""
+    """A client of the demo model; its tokens are words."""
     with openai_client(server) as client:
         yield client
 

@@ -7,7 +7,7 @@ from entered import off, traced
 from running import MODEL, running_server
 
 MOST_FILES = 65
-"""That it runs through, in the event loop, the workers' threads and the engine's."""
+"""Files that it runs through, in the event loop, the workers' threads and the engine's."""
 
 
 def test_a_plain_chat_runs_no_file_of_a_feature() -> None:

@@ -38,7 +38,7 @@ def answer(server: Running, sent: bytes) -> bytes:
 
 
 def counts(server: Running) -> dict[str, float]:
-    """Of what never became a request, by status."""
+    """Responses without a request of the engine, by status."""
     rows = Scrape.of(web.get(f"{server.base_url}/metrics").text).rows("kvreclaim:http_responses_total")
     return {
         labels["status"]: count

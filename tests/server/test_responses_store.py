@@ -28,7 +28,7 @@ def store(**options: Any) -> ResponseStore:
 
 
 def ids(kept: ResponseStore, tenant: str | None, number: int) -> list[int]:
-    """Those of the first so many ids that are there, without using them."""
+    """Stored ids below `number`; reading them here is no use of them."""
     found = kept._db.execute("SELECT id FROM responses WHERE tenant = ?", (tenant or "",)).fetchall()
     return [at for at in range(number) if (str(at),) in found]
 

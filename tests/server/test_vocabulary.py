@@ -20,7 +20,7 @@ CHARACTERS = "naïve – 漢字 the end 👧"
 
 
 def words_tokenizer() -> PreTrainedTokenizerFast:
-    """As the demo model's: no token has a space, decoding puts them in between."""
+    """A tokenizer like the demo model's: no token has a space, decoding inserts them."""
     backend = Tokenizer(models.WordLevel({"<unk>": 0, "the": 1, "end": 2, "<s>": 3}, "<unk>"))
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", unk_token="<unk>")
 

@@ -9,7 +9,7 @@ from models import MAX_POSITION, VOCAB_SIZE, save
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 BIAS = 96.0
-"""Of keys, in the slowest rotary bands."""
+"""Bias of the keys in the slowest rotary bands."""
 GAIN = 1.3
 
 

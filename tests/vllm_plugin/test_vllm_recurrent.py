@@ -88,7 +88,7 @@ def test_compressed_requests_come_back_from_a_preemption(engine: Engine, model: 
 
 
 def test_blocks_come_with_states_of_others_in_them(engine: Engine, model: Path) -> None:
-    """Whatever a free block holds, no number included, it changes no answer. With prefix caching, a request
+    """The content of a free block, NaN included, changes no answer. With prefix caching, a request
     moves to other blocks, because another one has its own."""
     for layer in engine.runner.reclaim.views.layers:
         layer.cache.fill_(float("nan"))

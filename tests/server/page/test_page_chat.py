@@ -298,7 +298,7 @@ def test_a_model_without_a_chat_template(open_page: OpenPage) -> None:
 
 
 def test_the_browser_gives_the_key(open_page: OpenPage) -> None:
-    """As a password that it is challenged for, and then by itself, also with what the page sends."""
+    """A 401 makes it ask for a password, which it then sends with every request of the page."""
     with running_server(LLM(demo_model(), num_blocks=64), api_keys=("secret",)) as server:
         credentials = {"username": "any", "password": "secret"}
         page = greedy(open_page(server, refused=True, http_credentials=credentials))

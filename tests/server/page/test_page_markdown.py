@@ -197,7 +197,7 @@ ENDLESS = [
 
 @pytest.mark.parametrize("text", ENDLESS, ids=range(len(ENDLESS)))
 def test_endless_marks_keep_their_text(page_server: Running, open_page: OpenPage, text: str) -> None:
-    """As models write that repeat themselves: not too deep for the stack, nor too long for a frame."""
+    """Repeated marks of a looping model: not too deep for the stack, not too long for a frame."""
     drawn = open_page(page_server).evaluate(
         """async (text) => {
           const { Markdown } = await import('/page/static/markdown.js');
