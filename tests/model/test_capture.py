@@ -83,7 +83,7 @@ def test_a_layer_that_asks_as_it_did_has_its_place(sinks: Tensor) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"scale": 0.5}, r"asks for scale 0\.5, .* scale 0\.25, "),
+        ({"scale": 0.5}, r"has scale 0\.5, .* scale 0\.25, "),
         ({"softcap": None}, "softcap None, .* softcap 2.0, "),
         ({"window": 8}, "window 8, .* window 7, "),
         ({"sinks": None}, "no sinks, .* 7, sinks "),
