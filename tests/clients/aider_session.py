@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from session import BEGINNING, FILE, play
+from session import FILE, play
 
 
 def main(url: str, model: str) -> None:
@@ -19,7 +19,6 @@ def main(url: str, model: str) -> None:
         from aider.io import InputOutput
         from aider.models import Model
 
-        Path(FILE).write_text(BEGINNING)
         io = InputOutput(pretty=False, yes=True, fancy_input=False)
         served = Model(f"openai/{model}")
         served.max_chat_history_tokens = 10**6  # otherwise a thread summarises the history

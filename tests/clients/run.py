@@ -43,19 +43,10 @@ def serving(model: str, log: Path, options: Sequence[str] = ()) -> Iterator[str]
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url, started = f"http://127.0.0.1:{port}", time.monotonic()
-    command = [
-        Path(sys.executable).parent / "kvreclaim",
-        "serve",
-        "--model",
-        model,
-        "--port",
-        str(port),
-        *options,
-    ]
+    command = [Path(sys.executable).parent / "kvreclaim", "serve", "--model", model, "--port", str(port)]
+    command += ["--served-model-name", NAME, *options]
     with log.open("wb") as stream:
-        process = subprocess.Popen(
-            [*command, "--served-model-name", NAME, *options], stdout=stream, stderr=stream
-        )
+        process = subprocess.Popen(command, stdout=stream, stderr=stream)
         try:
             while not _answers(f"{url}/health"):
                 if process.poll() is not None or time.monotonic() - started > PATIENCE_S:
@@ -128,7 +119,9 @@ def main() -> int:
         parser.error(f"--only {given.only!r} is part of no file's name: {', '.join(FILES)}")
     came: Counter[str] = Counter()
     print("| client | what | answer |\n|---|---|---|", flush=True)
-    servers = [((), "", names)] + [(BUDGET, ", 20 % of the bytes", [AGENTS])] * (AGENTS in names)
+    servers: list[tuple[Sequence[str], str, list[str]]] = [((), "", names)]
+    if AGENTS in names:
+        servers.append((BUDGET, ", 20 % of the bytes", [AGENTS]))
     for options, cache, served in servers:
         with (
             tempfile.TemporaryDirectory() as directory,

@@ -1,4 +1,4 @@
-"""A session of a coding agent: the same edits of one file, one after the other, whatever the agent."""
+"""A session of a coding agent: the same edits of one file, for every agent."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _prompt_tokens(url: str) -> tuple[int, int]:
 
 
 def play(url: str, directory: Path, turn: Callable[[str], object]) -> str:
-    """Give the agent one instruction after the other, and return what came of it. turn: makes one edit"""
+    """Give the agent one instruction after the other; return figures of the session. turn: makes one edit"""
     path = directory / FILE
     path.write_text(BEGINNING)
     applied, shares, started = 0, [], time.monotonic()
@@ -73,9 +73,9 @@ def play(url: str, directory: Path, turn: Callable[[str], object]) -> str:
         tokens, cached = (now - then for now, then in zip(_prompt_tokens(url), before, strict=True))
         shares.append(f"{tokens - cached}/{tokens}")
         code = f"{path.read_text()}\n{check}"
-        applied += (
-            subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
-        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
+        applied += done.returncode == 0
     seconds = time.monotonic() - started
-    parts = f"{applied} of {len(EDITS)} edits apply", f"computed/prompt tokens: {', '.join(shares)}"
-    return f"{'; '.join(parts)}; {seconds:.0f} s"
+    return (
+        f"{applied} of {len(EDITS)} edits apply; computed/prompt tokens: {', '.join(shares)}; {seconds:.0f} s"
+    )

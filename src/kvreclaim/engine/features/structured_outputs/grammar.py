@@ -8,7 +8,6 @@ leaves that out (docs/log.md).
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -21,7 +20,6 @@ import numpy as np
 import torch
 from llguidance import TokenizerWrapper
 from llguidance.hf import from_tokenizer
-from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -49,20 +47,19 @@ Matcher = llguidance.LLMatcher
 class OutputGrammar:
     """The grammar of one output, and how far the output follows it; an OutputRule.
 
-    If the last token needed a mask, the next one's is made by another thread, beside the engine's step.
+    If the last token was drawn under a mask, another thread makes the next mask while the engine computes.
     """
 
     def __init__(self, matcher: Matcher) -> None:
         self._matcher = matcher
-        self._mask = np.zeros(0, dtype=np.uint32)
-        self._made: Future[None] | None = None
-        self._is_needed = False
+        self._mask: Future[bytes] | None = None
+        self._used_mask = False
 
     @property
     def matcher(self) -> Matcher:
-        """The state after the last token, used by no other thread."""
-        if self._made is not None:
-            self._made.result()
+        """The state after the last token, once no other thread uses it."""
+        if self._mask is not None:
+            self._mask.result()
         return self._matcher
 
     @property
@@ -77,27 +74,24 @@ class OutputGrammar:
         return self.matcher.validate_tokens([token]) == 1
 
     def take(self, token: int) -> bool:
-        matcher, was_needed = self.matcher, self._is_needed
-        self._made, self._is_needed = None, False
+        matcher, used_mask = self.matcher, self._used_mask
+        self._mask, self._used_mask = None, False
         if not matcher.consume_token(token):
             raise _broken(matcher)
         is_complete = matcher.is_stopped()
-        if was_needed and not is_complete:
-            self._make_mask(len(self._mask))
+        if used_mask and not is_complete:
+            self._start_mask()
         return is_complete
 
     @staticmethod
     def restrict(logits: Tensor, places: list[int], rules: Sequence[OutputGrammar]) -> None:
-        vocab = logits.shape[-1]
+        masks = [rule._start_mask() for rule in rules]
         for rule in rules:
-            rule._is_needed = True
-            if rule._made is None:
-                rule._make_mask((vocab + 31) // 32)
-        for rule in rules:
+            rule._used_mask = True
             if rule.matcher.is_error():
                 raise _broken(rule.matcher)
-        words = np.stack([rule._mask for rule in rules])
-        bits = np.unpackbits(~words.view(np.uint8), axis=-1, count=vocab, bitorder="little")
+        allowed = np.stack([np.frombuffer(mask.result(), dtype=np.uint8) for mask in masks])
+        bits = np.unpackbits(~allowed, axis=-1, count=logits.shape[-1], bitorder="little")
         barred = torch.from_numpy(bits.view(np.bool_)).to(logits.device)
         if len(places) == len(logits):
             logits.masked_fill_(barred, float("-inf"))
@@ -105,9 +99,11 @@ class OutputGrammar:
         for place, row in zip(places, barred, strict=True):
             logits[place].masked_fill_(row, float("-inf"))  # in place: [N, V] is much to copy
 
-    def _make_mask(self, num_words: int) -> None:
-        self._mask = np.zeros(num_words, dtype=np.uint32)
-        self._made = _threads().submit(_fill, self._matcher, self._mask)
+    def _start_mask(self) -> Future[bytes]:
+        """Make the next mask in another thread, unless it is being made: a bit for each allowed token."""
+        if self._mask is None:
+            self._mask = _threads().submit(self._matcher.compute_bitmask)
+        return self._mask
 
 
 class Grammars:
@@ -262,12 +258,7 @@ def _shortened(reason: str) -> str:
     return " ".join(reason.split())[:300].rstrip(".")
 
 
-def _fill(matcher: Matcher, mask: NDArray[np.uint32]) -> None:
-    """Write the bits of the tokens that may come next. Keeps the mask alive if its output is aborted."""
-    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-
-
 @cache
 def _threads() -> ThreadPoolExecutor:
-    """Threads that make masks; llguidance needs no GIL for that."""
-    return ThreadPoolExecutor(min(32, os.cpu_count() or 1), "mask")
+    """Threads that make masks; llguidance releases the GIL."""
+    return ThreadPoolExecutor(thread_name_prefix="mask")
